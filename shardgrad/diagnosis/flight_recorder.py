@@ -15,20 +15,18 @@ The idea and the words are those of c10d's flight recorder; this one works with 
 from __future__ import annotations
 
 import time
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
 
-from shardgrad.errors import CollectiveError, ShardgradError
+from shardgrad.errors import CollectiveError
 
 if TYPE_CHECKING:  # programs that only read records do not need torch
     import torch.distributed as dist
 
 __all__ = ["FIX", "Entry", "FlightRecorder", "GroupLog", "recorder"]
-
-_T = TypeVar("_T")
 
 FIX = (
     "if ranks run different units on purpose, or have no batch, wrap the step in `with "
@@ -44,25 +42,38 @@ class Entry(NamedTuple):
     Attributes:
         seq_id: its number in the process group, from 1.
         name: for example "all-gather of layers.3".
+        ranks: global ranks of the group, all of which have to join it.
     """
 
     seq_id: int
     name: str
+    ranks: tuple[int, ...]
+
+    def failed(self, error: RuntimeError) -> CollectiveError:
+        """Returns the backend's error as a CollectiveError that says what to do."""
+        import torch.distributed as dist
+
+        return CollectiveError(
+            f"the {self.name} failed: another rank is late, has exited or is out of sync",
+            expected=f"every rank of {list(self.ranks)} to join it",
+            got=str(error).splitlines()[0],
+            where=f"rank {dist.get_rank()}",
+            fix=FIX,
+        )
 
 
 class GroupLog:
     """The collectives of one process group, in the order in which this rank started them.
 
     Attributes:
-        ranks: global ranks of the group.
         count: number of collectives started.
         host_waits: the classes of works whose wait can be interrupted, those of gloo.
     """
 
     def __init__(self, recorder: FlightRecorder, ranks: tuple[int, ...]) -> None:
-        self.ranks = ranks
         self.count = 0
         self.host_waits: tuple[type, ...] = ()
+        self._ranks = ranks
         self._recorder = recorder
 
     def record(self, name: str) -> Entry:
@@ -71,24 +82,10 @@ class GroupLog:
         Streams: host work only. Capture: safe.
         """
         self.count += 1
-        self._recorder.last = entry = Entry(self.count, name)
+        self._recorder.last = entry = Entry(self.count, name, self._ranks)
         self._recorder.progress_s = time.monotonic()
         self._recorder.reported = None
         return entry
-
-    def start(self, name: str, call: Callable[[], _T]) -> tuple[Entry, _T]:
-        """Records a collective and starts it by `call`; returns its entry and the result of `call`.
-
-        Raises:
-            CollectiveError: the backend raised.
-        """
-        # Record before the start, so that the record has the collective even if `call` never
-        # returns.
-        entry = self.record(name)
-        try:
-            return entry, call()
-        except RuntimeError as error:
-            raise self._failed(name, error) from error
 
     def wait_for(self, work: dist.Work, entry: Entry) -> None:
         """Waits for a collective; over gloo, only as long as it can still complete.
@@ -98,7 +95,7 @@ class GroupLog:
                 join it never will.
         """
         recorder = self._recorder
-        recorder.waits_in = self, entry
+        recorder.waits_in = entry
         may_stop = isinstance(work, self.host_waits)
         while True:
             try:
@@ -106,27 +103,15 @@ class GroupLog:
                 break
             except RuntimeError as error:
                 if not may_stop or "Operation timed out!" not in str(error):
-                    raise self._failed(entry.name, error) from error
+                    raise entry.failed(error) from error
             if recorder.verdict is not None and recorder.verdict[0] is entry:
                 raise recorder.verdict[1]
         recorder.waits_in = None  # not if it raised: a diagnosis needs to know what failed
 
-    def _failed(self, name: str, error: RuntimeError) -> CollectiveError:
-        """Returns the backend's error as a CollectiveError that says what to do."""
-        import torch.distributed as dist
-
-        return CollectiveError(
-            f"the {name} failed: another rank is late, has exited or is out of sync",
-            expected=f"every rank of {list(self.ranks)} to join it",
-            got=str(error).splitlines()[0],
-            where=f"rank {dist.get_rank()}",
-            fix=FIX,
-        )
-
     @contextmanager
     def waiting(self, name: str) -> Iterator[None]:
         """Records a collective; the block starts it and waits for it on the host."""
-        self._recorder.waits_in = self, self.record(name)
+        self._recorder.waits_in = self.record(name)
         yield
         self._recorder.waits_in = None
 
@@ -153,12 +138,18 @@ class FlightRecorder:
         self.unit = ""
         self.last: Entry | None = None
         self.progress_s = time.monotonic()
-        self.waits_in: tuple[GroupLog, Entry] | None = None
+        self.waits_in: Entry | None = None
         self.reported: tuple[str, str] | None = None
         self.verdict: tuple[Entry, Exception] | None = None
-        self._logs: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupLog] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._logs: WeakKeyDictionary[dist.ProcessGroup, GroupLog] = WeakKeyDictionary()
+
+    @property
+    def location(self) -> str:
+        """The position, like "step 3, backward of layers.1", as far as it is known."""
+        step = f"step {self.step}" if self.step else ""
+        unit = self.unit if self.phase in ("", "forward", "backward") else ""
+        where = " of ".join(filter(None, (self.phase, unit)))
+        return ", ".join(filter(None, (step, where))) or "an unknown location"
 
     def enter(self, phase: str, *, step: int | None = None) -> None:
         """Sets the phase that begins, and the step if it is given."""
@@ -167,9 +158,10 @@ class FlightRecorder:
             self.step = step
         self.progress_s = time.monotonic()
 
-    def report(self, error: ShardgradError) -> None:
+    def report(self, error: BaseException) -> None:
         """Records an error that this rank raises, until it starts another collective."""
-        self.reported = f"{type(error).__name__}: {error.what}", error.fix or ""
+        first = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+        self.reported = first, str(getattr(error, "fix", None) or "")
 
     def group_log(self, group: dist.ProcessGroup) -> GroupLog:
         """Returns the log of a process group, the same object as long as the group is alive."""
@@ -177,8 +169,7 @@ class FlightRecorder:
         if log is None:
             import torch.distributed as dist
 
-            ranks = tuple(dist.get_process_group_ranks(group))
-            log = self._logs[group] = GroupLog(self, ranks)
+            log = self._logs[group] = GroupLog(self, tuple(dist.get_process_group_ranks(group)))
             if dist.get_backend(group) == "gloo":
                 log.host_waits = (dist.Work,)
         return log

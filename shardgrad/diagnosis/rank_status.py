@@ -6,15 +6,17 @@ Nothing here communicates; `watchdog.py` collects the statuses.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from traceback import FrameSummary
 from typing import NamedTuple
 
-from shardgrad.diagnosis.flight_recorder import Entry, FlightRecorder
-from shardgrad.diagnosis.thread_stacks import calls_of, calls_of_thread, program_call
+from shardgrad.diagnosis.flight_recorder import FlightRecorder
+from shardgrad.diagnosis.thread_stacks import program_call
 from shardgrad.errors import listed
 
-__all__ = ["Diagnosis", "RankStatus", "describe_location", "diagnose", "rank_status"]
+__all__ = ["Diagnosis", "RankStatus", "diagnose", "rank_status"]
 
 _NAMED = 8  # a sentence lists at most this many ranks
 
@@ -25,105 +27,25 @@ class RankStatus:
 
     Attributes:
         rank: global rank.
-        step: see `FlightRecorder`.
-        location: the rank's position in the program, for example "step 3, backward of layers.1".
-        error: the failure on this rank; None if there is none, or if another rank's failure caused
-            it.
-        fix: what to do about the error; may be empty.
+        place: the recorded collective that the rank waits in, if any, and the rank's position: the
+            step if the program counts steps, else the program's line.
+        waits: True if the host waits, in a collective or for a device.
+        awaited: the ranks that have to join the recorded collective that the host waits for.
+        failure: "failed", where, and the error; empty if the rank has not failed, or if another
+            rank's failure caused it.
         has_ended: True if the program on this rank has ended.
-        waits: "collective" if the host waits in a collective of the engine or of torch; "device" if
-            it waits for a device whose stream has pending work; "" if neither is known.
-        waiting_for: the recorded collective that the host waits for, if any.
-        awaited: the ranks that have to join that collective.
-        call: the function that the program has called, and where: "full_tensor() at train.py:12".
-        last: the collective that was started last, if any was.
+        fix: what to do about the failure, or the function in which the host waits; may be empty.
+        told_s: time by the rank's clock, which tells a renewed status from the one before.
     """
 
     rank: int
-    step: int
-    location: str
-    error: str | None
-    fix: str
-    has_ended: bool
-    waits: str
-    waiting_for: Entry | None
+    place: str
+    waits: bool
     awaited: tuple[int, ...]
-    call: str
-    last: Entry | None
-
-    @property
-    def place(self) -> str:
-        """The collective that the rank waits in, or its position: the step if the program counts
-        steps, else the program's line.
-        """
-        where = self.location if self.step or not self.call else self.call
-        if self.waiting_for is not None:
-            return f"the {self.waiting_for.name}, {where}"
-        if self.waits == "device" and self.last is not None:
-            return f"{where}, after the {self.last.name}, number {self.last.seq_id}"
-        return where
-
-
-def describe_location(recorder: FlightRecorder) -> str:
-    """Returns the position, like "step 3, backward of layers.1", as far as it is known."""
-    step, phase = recorder.step, recorder.phase
-    unit = recorder.unit if phase in ("", "forward", "backward") else ""
-    where = " of ".join(filter(None, (phase, unit)))
-    return ", ".join(filter(None, (f"step {step}" if step else "", where))) or "an unknown location"
-
-
-def rank_status(
-    recorder: FlightRecorder,
-    rank: int,
-    *,
-    thread: int,
-    error: BaseException | None = None,
-    has_ended: bool = False,
-    waits: str = "",
-) -> RankStatus:
-    """Returns the status of this rank.
-
-    Args:
-        recorder: the flight recorder of this rank.
-        rank: global rank.
-        thread: identifier of the training thread.
-        error: the error that was raised on this rank.
-        has_ended: see `RankStatus`.
-        waits: see `RankStatus`. A wait for a recorded collective is detected without it.
-    """
-    said, fix = recorder.reported or (None, "")
-    if error is None:
-        calls = calls_of_thread(thread)
-    else:
-        calls, fix = calls_of(error), str(getattr(error, "fix", None) or "")
-        lines = str(error).strip().splitlines()
-        said = ": ".join((type(error).__name__, *lines[:1]))
-    log, entry = recorder.waits_in or (None, None)
-    return RankStatus(
-        rank=rank,
-        step=recorder.step,
-        location=describe_location(recorder),
-        error=said,
-        fix=fix,
-        has_ended=has_ended,
-        waits=waits if entry is None else "collective",
-        waiting_for=entry,
-        awaited=() if log is None else log.ranks,
-        call=program_call(calls),
-        last=recorder.last,
-    )
-
-
-class Diagnosis(NamedTuple):
-    """Why ranks cannot go on.
-
-    Attributes:
-        sentence: what the ranks did that the others wait for, and where those wait.
-        fix: what to do next.
-    """
-
-    sentence: str
+    failure: str
+    has_ended: bool
     fix: str
+    told_s: float = field(default_factory=time.time)
 
 
 # The fix, by the function that the program calls. Any other library function in which a rank waits
@@ -142,6 +64,59 @@ _FIXES = {
     "forward": "forward gathers parameters from all ranks: call the model on every rank, even to "
     "evaluate; or `with shardgrad.participate(model):` on ranks that have no batch",
 }
+
+
+def rank_status(
+    recorder: FlightRecorder,
+    rank: int,
+    calls: Sequence[FrameSummary] = (),
+    *,
+    waits: str = "",
+    has_ended: bool = False,
+) -> RankStatus:
+    """Returns the status of this rank.
+
+    Args:
+        recorder: the flight recorder of this rank.
+        rank: global rank.
+        calls: of the training thread, or those that its error went through; innermost first.
+        waits: "collective" if the host waits in a collective of the engine or of torch; "device" if
+            it waits for a device whose stream has pending work; "" if neither is known. A wait for
+            a recorded collective is detected without it.
+        has_ended: see `RankStatus`.
+    """
+    awaited, last = recorder.waits_in, recorder.last
+    call = "" if recorder.step else program_call(calls)  # a step says enough about the position
+    place = where = call or recorder.location
+    if awaited is not None:
+        waits, place = "collective", f"the {awaited.name}, {where}"
+    elif waits == "device" and last is not None:
+        place = f"{where}, after the {last.name}, number {last.seq_id}"
+    failure = fix = ""
+    called, is_function, _ = call.partition("()")
+    if recorder.reported is not None:
+        error, fix = recorder.reported
+        failure = f"failed {'in' if call else 'at'} {where} ({error})"
+    elif is_function and waits == "collective":
+        fix = _FIXES.get(called, f"{called} is a collective: call it on every rank")
+    return RankStatus(
+        rank=rank,
+        place=place,
+        waits=waits != "",
+        awaited=() if awaited is None else awaited.ranks,
+        failure=failure,
+        has_ended=has_ended,
+        fix=fix,
+    )
+
+
+class Diagnosis(NamedTuple):
+    """What ranks did that the others wait for, and where those wait; and what to do next."""
+
+    sentence: str
+    fix: str
+
+
 _ENDED = (
     "every rank must take the same number of steps: end the loop on all ranks together; or `with "
     "shardgrad.participate(model):` on ranks that have no batch"
@@ -164,69 +139,59 @@ def diagnose(
         world_size: number of ranks.
         unwatched: ranks that have never started a watchdog.
     """
-    return _failed(statuses) or _apart(statuses, world_size) or _never_sharded(statuses, unwatched)
+    ranks = [status for _, status in sorted(statuses.items())]
+    return _failed(ranks) or _apart(ranks, world_size) or _never_sharded(ranks, unwatched)
 
 
-def _failed(statuses: Mapping[int, RankStatus]) -> Diagnosis | None:
+def _failed(ranks: Sequence[RankStatus]) -> Diagnosis | None:
     # A rank that waits in a collective that is not recorded may wait for all ranks.
-    awaited = {rank for t in statuses.values() if t.waits for rank in t.awaited or statuses}
-    failed = [
-        t
-        for _, t in sorted(statuses.items())
-        if t.error is not None or (t.has_ended and t.rank in awaited)
-    ]
-    if not failed:
+    everyone = [t.rank for t in ranks]
+    awaited = {rank for t in ranks if t.waits for rank in t.awaited or everyone}
+    lost = [t for t in ranks if t.failure or (t.has_ended and t.rank in awaited)]
+    if not lost:
         return None
-    first, culprits = failed[0], [t.rank for t in failed]
-    where = f"at {first.location}" if first.step or not first.call else f"in {first.call}"
-    what = "has finished its program" if first.error is None else f"failed {where} ({first.error})"
-    waiting = [t for t in statuses.values() if t.waits and t.rank not in culprits]
+    first, others = lost[0], [t for t in ranks if t not in lost]
+    what = f"Rank {first.rank} {first.failure or 'has finished its program'}."
     return Diagnosis(
-        " ".join([f"Rank {first.rank} {what}.", *_waiting_ranks(statuses, culprits)]),
-        first.fix or _fix(waiting, _ENDED if first.error is None else _OTHERWISE),
+        " ".join([what, *_waiting_ranks(others, len(lost))]),
+        first.fix or _fix(others, _OTHERWISE if first.failure else _ENDED),
     )
 
 
-def _apart(statuses: Mapping[int, RankStatus], world_size: int) -> Diagnosis | None:
+def _apart(ranks: Sequence[RankStatus], world_size: int) -> Diagnosis | None:
     """Finds ranks that all wait, on different lines of the program or in different collectives."""
-    ranks = [t for _, t in sorted(statuses.items())]
-    if len(ranks) < world_size or not all(t.waits and t.call for t in ranks):
+    first_at: dict[str, RankStatus] = {}
+    for t in ranks:
+        first_at.setdefault(t.place, t)
+    if len(ranks) < world_size or not all(t.waits for t in ranks) or len(first_at) == 1:
         return None
-    by_place = {(t.call, t.place): t for t in ranks[::-1]}
-    if len(by_place) == 1:
-        return None
-    apart = sorted(by_place.values(), key=lambda t: t.rank)
+    apart = list(first_at.values())
     places = "; ".join(f"rank {t.rank} in {t.place}" for t in apart[:_NAMED])
     sentence = f"Ranks wait for each other in different collectives: {places}."
-    return Diagnosis(sentence, _fix(apart))
+    return Diagnosis(sentence, _fix(apart, _OTHERWISE))
 
 
-def _fix(statuses: Iterable[RankStatus], otherwise: str = _OTHERWISE) -> str:
-    """Returns what to do about the functions in which ranks wait."""
-    calls = [t.call.partition("()") for t in statuses if t.waits == "collective"]
-    names = dict.fromkeys(name for name, is_function, _ in calls if is_function)
-    fixes = (_FIXES.get(each, f"{each} is a collective: call it on every rank") for each in names)
-    return "; ".join(fixes) or otherwise
-
-
-def _never_sharded(statuses: Mapping[int, RankStatus], never: Sequence[int]) -> Diagnosis | None:
-    if not never or not any(t.waits for t in statuses.values()):
+def _never_sharded(ranks: Sequence[RankStatus], never: Sequence[int]) -> Diagnosis | None:
+    if not never or not any(t.waits for t in ranks):
         return None
     has = "has" if len(never) == 1 else "have"
     what = f"{_ranks(never)} {has} not called fully_shard."
-    sentence = " ".join([what, *_waiting_ranks(statuses, never)])
-    return Diagnosis(sentence, _NEVER_SHARDED)
+    return Diagnosis(" ".join([what, *_waiting_ranks(ranks, len(never))]), _NEVER_SHARDED)
 
 
-def _waiting_ranks(statuses: Mapping[int, RankStatus], culprits: Sequence[int]) -> list[str]:
+def _fix(ranks: Sequence[RankStatus], otherwise: str) -> str:
+    """Returns what to do about the functions in which ranks wait."""
+    return "; ".join(dict.fromkeys(t.fix for t in ranks if t.fix)) or otherwise
+
+
+def _waiting_ranks(ranks: Sequence[RankStatus], awaited: int) -> list[str]:
     """Returns "Ranks 0, 2 were waiting for it in the reduce-scatter of layers.1, step 3.", and the
-    like for each place.
+    like for each place; `awaited` is the number of ranks that they wait for.
     """
     at: dict[str, list[int]] = {}
-    waiting = "waiting for it in" if len(culprits) == 1 else "waiting for them in"
-    for rank, t in sorted(statuses.items()):
-        if rank not in culprits:
-            at.setdefault(f"{waiting if t.waits else 'at'} {t.place}", []).append(rank)
+    waiting = "waiting for it in" if awaited == 1 else "waiting for them in"
+    for t in ranks:
+        at.setdefault(f"{waiting if t.waits else 'at'} {t.place}", []).append(t.rank)
     return [
         f"{_ranks(ranks)} {'was' if len(ranks) == 1 else 'were'} {where}."
         for where, ranks in at.items()

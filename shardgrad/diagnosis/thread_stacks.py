@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from pathlib import Path
-from traceback import walk_stack, walk_tb
-from types import FrameType
-from typing import NamedTuple
+from traceback import FrameSummary, StackSummary, walk_stack
 
-__all__ = ["Call", "calls_of", "calls_of_thread", "passes_collective", "program_call"]
+import torch
+
+__all__ = ["calls_of_thread", "passes_collective", "program_call"]
 
 _OURS = str(Path(__file__).parents[1]) + "/"
+_TORCH = str(Path(torch.__file__).parent) + "/"
+_COLLECTIVES = (_TORCH + "distributed/", _OURS + "diagnosis/", _OURS + "engine/transports.py")
 # Functions that decorators and `nn.Module.__call__` put around what the program has called.
 _WRAPPERS = {
     *("wrapper", "inner", "inner_func", "_fn", "decorate_context", "_no_grad_wrapper"),
@@ -26,15 +28,7 @@ _WRAPPERS = {
 }
 
 
-class Call(NamedTuple):
-    """One call of a stack: where it is, in a function of this name."""
-
-    filename: str
-    line: int
-    name: str
-
-
-def calls_of_thread(thread: int) -> tuple[Call, ...]:
+def calls_of_thread(thread: int) -> Sequence[FrameSummary]:
     """Returns the calls on the stack of the thread with this identifier, innermost first; none if
     it has ended. The local variables of a call that returns meanwhile stay alive until this
     function returns.
@@ -48,50 +42,30 @@ def calls_of_thread(thread: int) -> tuple[Call, ...]:
     finally:
         if collects:
             gc.enable()
-    return () if frame is None else _calls(walk_stack(frame))
+    return () if frame is None else StackSummary.extract(walk_stack(frame), lookup_lines=False)
 
 
-def calls_of(error: BaseException) -> tuple[Call, ...]:
-    """Returns the calls that an error went through, innermost first."""
-    return _calls(walk_tb(error.__traceback__))[::-1]
-
-
-def _calls(frames: Iterable[tuple[FrameType, int]]) -> tuple[Call, ...]:
-    return tuple(
-        Call(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in frames
-    )
-
-
-def program_call(calls: Iterable[Call]) -> str:
+def program_call(calls: Iterable[FrameSummary]) -> str:
     """Returns the program's innermost line and what it calls: "full_tensor() at train.py:12".
 
     Args:
         calls: innermost first. Calls in torch, Python and shardgrad are not the program's.
     """
     called = ""
-    for filename, number, name in calls:
-        if not _is_library(filename):
-            return f"{called + '()' if called else name} at {Path(filename).name}:{number}"
-        name = "forward" if name == "_call_impl" else name
+    for call in calls:
+        if not _is_library(call.filename):
+            what = f"{called}()" if called else call.name
+            return f"{what} at {Path(call.filename).name}:{call.lineno}"
+        name = "forward" if call.name == "_call_impl" else call.name
         called = called if name in _WRAPPERS else name
     return ""
 
 
-def passes_collective(calls: Iterable[Call]) -> bool:
+def passes_collective(calls: Iterable[FrameSummary]) -> bool:
     """Returns whether calls, innermost first, are in a collective that the program has called."""
-    collectives = (
-        _torch_folder() + "distributed/",
-        _OURS + "diagnosis/",
-        _OURS + "engine/transports.py",
-    )
     library = takewhile(_is_library, (call.filename for call in calls))
-    return any(filename.startswith(collectives) for filename in library)
+    return any(filename.startswith(_COLLECTIVES) for filename in library)
 
 
 def _is_library(filename: str) -> bool:
-    return filename.startswith((_torch_folder(), _OURS, "<"))
-
-
-def _torch_folder() -> str:
-    # Imported here, since programs that only read records do not import torch.
-    return str(Path(getattr(sys.modules.get("torch"), "__file__", None) or "/torch/_").parent) + "/"
+    return filename.startswith((_TORCH, _OURS, "<"))

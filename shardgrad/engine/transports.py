@@ -176,7 +176,11 @@ class Transport(ABC):
             received.ends.fill_(-1)
             # Last, because sent chunks may be among the received ones.
             ends.copy_(_digits(tag, ends.dtype))
-        entry, work = self._log.start(tag.what, call)
+        entry = self._log.record(tag.what)  # first, so that it is known if `call` never returns
+        try:
+            work = call()
+        except RuntimeError as error:
+            raise entry.failed(error) from error
         return PendingWork(chunks, entry, work, self._log, tag, received)
 
 
@@ -206,8 +210,8 @@ class PendingWork(Work):
         return self._chunks
 
     def _refuse(self, sender: int, digits: list[float], *, is_of_pair: bool) -> NoReturn:
-        recorder.waits_in = self._log, self._entry
-        members = self._log.ranks
+        recorder.waits_in = self._entry
+        members = self._entry.ranks
         if is_of_pair:  # whose own chunk is not sent
             sender = 1 - members.index(dist.get_rank())
         raise DesyncError(

@@ -43,13 +43,14 @@ def test_every_collective_of_a_save_is_in_the_journal_of_all_ranks(
 ) -> None:
     ours, theirs = two_ranks.run(journal_of_a_save, str(tmp_path / "c"))
     assert ours == theirs
-    assert ours == (2, Entry(2, "writing of the checkpoint"))
+    assert ours == (2, Entry(2, "writing of the checkpoint", (0, 1)))
 
 
 @on_ranks(2)
 def test_a_lookout_leaves_no_thread() -> None:
     store = dist.distributed_c10d._get_default_store()
     before = threading.active_count()
-    watchdog = Watchdog(store, dist.get_rank(), 2).start()
+    watchdog = Watchdog(store, dist.get_rank(), 2)
+    watchdog.start()
     watchdog.close()
     assert threading.active_count() == before

@@ -7,9 +7,10 @@ import sys
 import threading
 import weakref
 from pathlib import Path
+from traceback import FrameSummary
 
 from shardgrad.diagnosis import thread_stacks as module
-from shardgrad.diagnosis.thread_stacks import Call, calls_of_thread
+from shardgrad.diagnosis.thread_stacks import calls_of_thread
 from tests.support.processes import run
 
 # Each thread is new, so its frames have no objects yet: `sys._current_frames()` makes some, and
@@ -18,6 +19,7 @@ FORGETS_WHILE_LOOKING = """
 import faulthandler, gc, threading, weakref
 from shardgrad.diagnosis.thread_stacks import calls_of_thread
 
+gc.freeze()  # torch's objects, which would take each collection long to visit
 faulthandler.dump_traceback_later(30, exit=True)
 listed = []
 
@@ -113,7 +115,7 @@ def test_what_a_function_has_named_goes_with_its_end_after_its_calls_are_looked_
     looks.start()
     assert name()() is None
     looks.join()
-    assert Call(__file__, name.__code__.co_firstlineno + 3, "name") in seen
+    assert FrameSummary(__file__, name.__code__.co_firstlineno + 3, "name") in seen
     assert [call.name for call in seen].index("name") < [call.name for call in seen].index(
         "test_what_a_function_has_named_goes_with_its_end_after_its_calls_are_looked_at"
     )
@@ -131,4 +133,4 @@ def test_names_that_are_not_ascii_are_read_as_they_are() -> None:
     found: dict[str, object] = {"look": lambda: calls_of_thread(threading.get_ident())}
     exec(compile("def größe():\n    return look()\ncalls = größe()", "/mü/数/🙂.py", "exec"), found)
     assert found["calls"][0].filename == module.__file__  # type: ignore[index]
-    assert found["calls"][2] == Call("/mü/数/🙂.py", 2, "größe")  # type: ignore[index]
+    assert found["calls"][2] == FrameSummary("/mü/数/🙂.py", 2, "größe")  # type: ignore[index]

@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 import shardgrad
 from shardgrad.diagnosis import watchdog as module
-from shardgrad.diagnosis.flight_recorder import recorder
+from shardgrad.diagnosis.flight_recorder import FlightRecorder, recorder
+from shardgrad.diagnosis.rank_status import rank_status
 from shardgrad.diagnosis.watchdog import Watchdog
 from tests.support.parity import SHARDGRAD, token_loss, tower
 from tests.support.ranks import Ranks, on_ranks
@@ -25,24 +26,23 @@ from tests.support.ranks import Ranks, on_ranks
 LONG_S = 60.0
 
 
-def test_closing_waits_for_a_look_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_waits_for_what_is_being_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that comes back from the store while the interpreter ends would abort the
     process.
     """
-    is_looking = threading.Event()
+    is_telling = threading.Event()
 
     class SlowStore(dist.HashStore):
         def set(self, key: str, value: str) -> None:
-            if key == "0":
-                is_looking.set()
-                time.sleep(1.0)
+            is_telling.set()
+            time.sleep(1.0)
 
-    monkeypatch.setattr(module, "STALL_S", 0.0)
     monkeypatch.setattr(module, "PrefixStore", lambda _, store: SlowStore())
-    watchdog = Watchdog(dist.HashStore(), 0, 1).start()
-    assert is_looking.wait(10)
+    watchdog = Watchdog(dist.HashStore(), 0, 1)
+    watchdog.start()
+    assert is_telling.wait(10)
     watchdog.close()
-    assert not watchdog._thread.is_alive()
+    assert not watchdog.is_alive()
 
 
 @pytest.mark.parametrize(("ranks", "period_s"), [(1, 0.5), (256, 0.5), (4096, 8.0)])
@@ -59,15 +59,15 @@ def test_until_a_collective_is_old_nothing_is_sent_and_no_stack_is_read(
     monkeypatch.setattr(module, "PrefixStore", lambda *_: store)
     monkeypatch.setattr(module, "calls_of_thread", stacks)
     monkeypatch.setattr(module, "PERIOD_S", 0.05)
-    monkeypatch.setattr(module, "_current", None)
-    recorder.enter("forward")
-    watchdog = Watchdog(dist.HashStore(), 0, 2).start()
+    recorder.progress_s = 0.0  # as of a program that took long to build its model
+    watchdog = Watchdog(dist.HashStore(), 0, 2)
+    watchdog.start()
     recorder.progress_s += 1.0  # as of collectives that come one after the other
     time.sleep(1.0)
     watchdog.close()
     assert [call[0] for call in store.method_calls] == ["set"]  # that it has started
     assert not stacks.called
-    assert watchdog._stall_s == 10.0
+    assert module.STALL_S == 10.0
 
 
 @pytest.mark.parametrize(
@@ -106,11 +106,11 @@ def test_a_rank_that_failed_and_has_left_is_heard_by_those_that_look_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "PERIOD_S", 0.01)
-    monkeypatch.setattr(module, "_current", None)
     store = dist.HashStore()
-    Watchdog(store, 3, 4).start().end(ValueError("a mistake"))
-    later = Watchdog(store, 0, 4)
-    statuses, unwatched = later._statuses(later._look())
+    failed = Watchdog(store, 3, 4)
+    failed.start()
+    failed.end(ValueError("a mistake"))
+    statuses, unwatched = Watchdog(store, 0, 4)._statuses(rank_status(FlightRecorder(), 0))
     found = module.diagnose(statuses, 4)
     assert found is not None
     assert "(ValueError: a mistake)." in found.sentence
@@ -118,16 +118,13 @@ def test_a_rank_that_failed_and_has_left_is_heard_by_those_that_look_later(
     assert unwatched == [1, 2]
 
 
-def test_what_a_rank_has_told_long_ago_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = dist.HashStore()
-    ours, theirs = Watchdog(store, 0, 2), Watchdog(store, 1, 2)
-    own = ours._own()
-    theirs._tell("1", (1.0, theirs._own()))
-    assert list(ours._statuses(own)[0]) == [0]
-    theirs._tell("1", (2.0, theirs._own()))
-    assert list(ours._statuses(own)[0]) == [1, 0]
-    monkeypatch.setattr(ours, "_silence_s", 0.0)
-    assert list(ours._statuses(own)[0]) == [0]
+def test_what_a_rank_has_not_told_again_does_not_count() -> None:
+    watchdog = Watchdog(dist.HashStore(), 0, 2)
+    own = rank_status(recorder, 0)
+    for _ in range(2):
+        watchdog._tell("1", rank_status(recorder, 1))
+        assert list(watchdog._statuses(own)[0]) == [1, 0]
+        assert list(watchdog._statuses(own)[0]) == [0]
 
 
 def with_a_watch(program: Callable[[], object], stall_s: float) -> tuple[object, list[str]]:
@@ -177,7 +174,7 @@ def test_a_rank_that_is_stopped_and_continued_ends_nothing(two_ranks: Ranks) -> 
     assert two_ranks.run(with_a_watch, stopped_and_continued, 1.0) == [(3, [])] * 2
 
 
-def ends(error: BaseException | None) -> tuple[str | None, bool, bool]:
+def ends(error: BaseException | None) -> tuple[str, bool, bool]:
     """As programs end with Python 3.12 and later, where no thread can be started any more."""
     SHARDGRAD.shard_tower(tower())
     watchdog = module._current
@@ -187,15 +184,15 @@ def ends(error: BaseException | None) -> tuple[str | None, bool, bool]:
     status = watchdog._told(module._ENDED)
     dist.barrier()
     watchdog._store.delete_key(module._ENDED)
-    return status.error, status.has_ended, watchdog._thread.is_alive()
+    return status.failure.partition("(")[2], status.has_ended, watchdog.is_alive()
 
 
 @pytest.mark.parametrize(
     ("error", "told"),
-    [(None, None), (RuntimeError("no room on the disk"), "RuntimeError: no room on the disk")],
+    [(None, ""), (RuntimeError("no room on the disk"), "RuntimeError: no room on the disk)")],
 )
 def test_a_rank_that_ends_says_so_without_a_new_thread(
-    two_ranks: Ranks, error: Exception | None, told: str | None
+    two_ranks: Ranks, error: Exception | None, told: str
 ) -> None:
     found = two_ranks.run(with_a_watch, partial(ends, error), LONG_S)
     assert found == [((told, True, False), [])] * 2

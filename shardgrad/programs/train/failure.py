@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import errno
 import resource
+from traceback import extract_tb
 
-from shardgrad.diagnosis.thread_stacks import calls_of
 from shardgrad.errors import CheckpointError, CollectiveError
 from shardgrad.programs.text import printable
 
@@ -80,7 +80,7 @@ def explain(error: BaseException) -> TrainingError:
             "--activation-checkpointing."
         )
     if isinstance(error, CollectiveError) or any(
-        call.filename.endswith("/distributed_c10d.py") for call in calls_of(error)
+        call.filename.endswith("/distributed_c10d.py") for call in extract_tb(error.__traceback__)
     ):
         return PeerLost(
             f"Another rank exited, or did not respond within --timeout ({_first_line(error)}): "

@@ -12,7 +12,6 @@ import traceback
 from pathlib import Path
 
 from shardgrad.diagnosis.flight_recorder import recorder
-from shardgrad.diagnosis.rank_status import describe_location
 from shardgrad.errors import CheckpointError
 from shardgrad.programs.text import escaped
 from shardgrad.programs.train.config import TrainConfig
@@ -92,7 +91,7 @@ def _report(error: BaseException, failure: TrainingError, rank: int, folder: Pat
     elif isinstance(failure, PeerLost) and rank not in _TELLERS:
         text = ""
     else:
-        where = describe_location(recorder)
+        where = recorder.location
         text = f"Rank {rank} failed at {where}: {failure}"
     if not text or isinstance(failure, UsageError | CheckpointUnusable):
         return text
