@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from operator import mul
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardgrad.sharding.layout import ShardLayout, alignment_numel
+from shardgrad.sharding.layout import TAG_NUMEL, ShardLayout, alignment_numel
 from shardgrad.sharding.zero_copy import ZERO_COPY_NBYTES, is_zero_copy
 
 NCCL_NBYTES = 128  # pointers that are not multiples of this take its slow path
@@ -16,14 +18,19 @@ SHAPES = st.lists(
 WORLD_SIZES = st.integers(1, 64)
 
 
-@given(SHAPES, WORLD_SIZES, st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
-def test_every_pointer_is_aligned_on_every_rank(
+@given(
+    st.builds(mul, SHAPES, st.integers(1, 24)),
+    WORLD_SIZES,
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+)
+def test_every_pointer_is_aligned_on_every_rank_and_the_tail_has_room(
     shapes: list[tuple[int, ...]], world_size: int, dtype: torch.dtype
 ) -> None:
     layout = ShardLayout.of(shapes, world_size, alignment=alignment_numel([dtype]), with_flags=True)
     offsets = [offset for p in layout.pieces for offset in (p.shard_offset, p.unsharded_offset)]
     offsets += [layout.tail_offset, layout.chunk_numel]
     assert all(offset * dtype.itemsize % NCCL_NBYTES == 0 for offset in offsets)
+    assert layout.tail_numel >= len(shapes) + TAG_NUMEL
 
 
 @given(SHAPES, st.sampled_from([(4, 2), (6, 3), (8, 4), (12, 2)]))
