@@ -116,14 +116,6 @@ def test_doctor_says_that_there_is_no_gpu_where_torch_is_built_for_one(
         assert line.split(maxsplit=1)[1].strip() == row
 
 
-def test_a_switch_takes_no_value_and_another_option_does() -> None:
-    assert "does not take a value" in CliRunner().invoke(main, ["train", "--no-graph=1"]).output
-    words = " ".join(CliRunner().invoke(main, ["train", "--help"]).output.split())
-    assert "Timeout of collectives, in seconds. [default: 120.0]" in words
-    assert "[default: None]" not in words
-    assert "requires an argument" in CliRunner().invoke(main, ["train", "--lr"]).output
-
-
 def test_a_misspelled_command_is_refused_with_the_one_that_is_spelled_alike() -> None:
     result = CliRunner().invoke(main, ["trian"])
     assert result.exit_code == 2
