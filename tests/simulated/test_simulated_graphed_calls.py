@@ -83,12 +83,14 @@ def test_inputs_are_copied_or_static_or_choose_a_graph(graphed: Graphed) -> Valu
 
 @same_bits_as_eager(1)
 def test_a_tensor_that_is_marked_static_may_be_the_only_argument(graphed: Graphed) -> Values:
-    scale = torch.zeros((), device=NAME)
-    torch._dynamo.mark_static_address(scale)
+    """Each has its graph."""
     step = graphed(warmup=1)(lambda static: static * 2)
-    for number in range(4):
+    marked = torch.zeros(2, 1, device=NAME).unbind()
+    for number in range(6):
+        scale = marked[number % 2]
+        torch._dynamo.mark_static_address(scale)
         yield step(scale.fill_(number))
-    require_replays(step, 1, 3)
+    require_replays(step, 2, 4)
 
 
 @same_bits_as_eager(1)

@@ -62,12 +62,8 @@ def test_ranks_that_cannot_share_the_batch_are_refused_unless_it_is_given_anew()
     assert resumed(SAVED, {"ranks": 3, "batch_size": 5}).batch_size == 5
 
 
-def test_a_resumed_run_keeps_what_is_not_given_anew() -> None:
-    config = resumed(SAVED, {"steps": 80})
-    assert config == dataclasses.replace(SAVED, steps=80)
-
-
-def test_a_resumed_run_keeps_its_model() -> None:
+def test_a_resumed_run_keeps_its_model_and_what_is_not_given_anew() -> None:
+    assert resumed(SAVED, {"steps": 80}) == dataclasses.replace(SAVED, steps=80)
     with pytest.raises(UsageError, match="would change the model that was saved"):
         resumed(SAVED, {"preset": "small"})
 
