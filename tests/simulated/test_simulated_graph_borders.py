@@ -44,6 +44,27 @@ def test_a_scaler_may_be_updated_in_the_next_call(graphed: Graphed) -> Values:
 
 
 @same_bits_as_eager(2)
+def test_a_verdict_on_fewer_gradients_is_not_taken_over(graphed: Graphed) -> Values:
+    """The scaler relies on the norms before the call, until they leave out a gradient."""
+    model = build(1)
+    first, second = model[0].first, model[0].second
+    optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
+    scaler = shardgrad.GradScaler(init_scale=1.0)
+    step = graphed(model, optimizer, scaler)(lambda: scaler.step(optimizer))
+    for number in range(10):
+        scaler.scale(loss_of(model, batch(number))).backward()
+        if number == 8:
+            second.bias.grad.to_local().fill_(torch.inf)
+        for params in first.parameters(), [*second.parameters()][: 1 + (number < 5)]:
+            shardgrad.clip_grad_norm_(params, torch.inf)
+        step()
+        scaler.update()
+        optimizer.zero_grad()
+        yield model, scaler.get_scale()
+    require_replays(step, 2, 6)
+
+
+@same_bits_as_eager(2)
 def test_an_event_of_the_optimizer_may_be_recorded_in_the_step(graphed: Graphed) -> Values:
     """FSDP2's `set_post_optim_event`, called in the step that the event is recorded in."""
     model = build()

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from shardgrad.programs.train.generate import continued
-from shardgrad.programs.train.model import Transformer, materialise
-from shardgrad.programs.train.presets import PRESETS
 from shardgrad.programs.train.record import RunRecord
 
 CPU = torch.device("cpu")
-SMALL = {"width": 16, "layers": 1, "hidden": 32, "heads": 2, "kv_heads": 2}
 
 
 class Next(nn.Module):
@@ -36,16 +31,6 @@ def test_a_text_is_continued_by_what_is_likely_in_a_window() -> None:
     text = continued(model, b"ab", count=4, window=3, seed=0, device=CPU)
     assert text == b"abcdef"
     assert model.seen == [[97, 98], [97, 98, 99], [98, 99, 100], [99, 100, 101]]
-
-
-def test_the_same_seed_chooses_the_same_text() -> None:
-    torch.manual_seed(0)
-    with torch.device("meta"):
-        model = Transformer(replace(PRESETS["tiny"], **SMALL))
-    materialise(model, model, device=CPU, seed=0)
-    settings: dict[str, Any] = {"count": 20, "window": 16, "device": CPU}
-    first, again, other = (continued(model, b"x", seed=seed, **settings) for seed in (1, 1, 2))
-    assert first == again != other
 
 
 def test_tensorboard_reads_what_a_run_has_written(tmp_path: Path) -> None:
