@@ -98,6 +98,19 @@ def test_own_collectives_train_bit_for_bit_like_fsdp2_even_with_one_buffer_for_a
     assert_same_bits(ours, train_through_own_collectives(FSDP2))
 
 
+@on_ranks(4)
+def test_own_collectives_run_in_the_group_of_each_unit() -> None:
+    model, comm = stack(5, 4, 3), DefaultAllGather()
+    right = [param.detach().clone() for param in model.parameters()]
+    for layer, replicas in (model[0], 2), (model[2], 1):
+        SHARDGRAD.fully_shard(layer, mesh=hsdp_mesh(replicas, 4 // replicas))
+        layer.set_custom_all_gather(comm)
+    SHARDGRAD.fully_shard(model)(torch.ones(2, 5))
+    model[0].unshard()
+    model[2].unshard()
+    assert all(map(torch.equal, model.parameters(), right))
+
+
 @pytest.mark.parametrize(("forced", "replicas"), [(False, 1), (True, 1), (True, 2)])
 @on_ranks(2)
 @as_under_fsdp2

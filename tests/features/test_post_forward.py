@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from shardgrad.engine.unit import units_under
 from shardgrad.errors import LostWorkWarning
@@ -23,9 +24,17 @@ def nbytes_over_fewer_ranks(model: nn.Module) -> int:
 
 
 def over_two(engine: Engine) -> nn.Sequential:
-    """Returns a model that a forward leaves over two of four ranks."""
-    model = stack(5, 6, 7, 3)
-    engine.shard(model[0], model[2], model, reshard_after_forward=2)
+    """Returns a model, some of it sharded by columns, that a forward leaves over two of four
+    ranks.
+    """
+    model = stack(5, 8, 7, 3)
+    engine.shard(
+        model[0],
+        model[2],
+        model,
+        reshard_after_forward=2,
+        shard_placement_fn=lambda p: Shard(1) if p.shape == (7, 8) else None,
+    )
     return model
 
 
@@ -41,7 +50,8 @@ def test_weights_over_two_of_four_ranks_may_be_frozen_and_thawed(engine: Engine)
         loss = engine.loss(model, step, 5)
         if engine is not UNSHARDED:
             assert nbytes_over_fewer_ranks(model) > 0
-            assert [param.to_local().shape[0] for param in model[0].parameters()] == [3, 3]
+            shown = model[0].weight.to_local(), model[2].weight.to_local()
+            assert [local.shape for local in shown] == [(4, 5), (7, 4)]
         if when != "before":
             model[2].weight.requires_grad_(step % 2 == 1)
         if when == "between":

@@ -22,11 +22,6 @@ def test_the_rise_takes_a_tenth_of_a_run_and_the_fall_is_half_a_cosine_to_a_tent
     assert fall[33] == pytest.approx(0.1 + 0.9 * 0.75)
 
 
-def test_short_runs_have_a_rate_for_every_step() -> None:
-    for steps in (1, 2, 3, 10):
-        assert all(0 < ratio <= 1 for ratio in ratios(steps))
-
-
 def test_matrices_decay_and_vectors_do_not() -> None:
     model = nn.Linear(3, 3)
     optimizer = build_optimizer(model, TrainConfig(lr=1.0))
