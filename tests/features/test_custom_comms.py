@@ -101,7 +101,7 @@ def test_own_collectives_train_bit_for_bit_like_fsdp2_even_with_one_buffer_for_a
 @on_ranks(4)
 def test_own_collectives_run_in_the_group_of_each_unit() -> None:
     model, comm = stack(5, 4, 3), DefaultAllGather()
-    right = [param.detach().clone() for param in model.parameters()]
+    right = [param.clone() for param in model.parameters()]
     for layer, replicas in (model[0], 2), (model[2], 1):
         SHARDGRAD.fully_shard(layer, mesh=hsdp_mesh(replicas, 4 // replicas))
         layer.set_custom_all_gather(comm)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardgrad.graphs import Capturable
-from shardgrad.graphs.comparison import Comparison
+from shardgrad.graphs.comparison import Comparison, _on_any_rank
 from tests.support.ranks import on_ranks
 
 
@@ -102,3 +102,11 @@ def test_an_element_far_behind_is_seen() -> None:
     other = far.clone()
     other[-1] = 1
     assert differing(far, other) == ["output"]
+
+
+@on_ranks(4)
+def test_what_one_rank_has_seen_reaches_all_of_a_mesh_in_any_order_of_its_groups() -> None:
+    rank = dist.get_rank()
+    made = [(ranks, dist.new_group(ranks)) for ranks in ([1, 3], [0, 1], [2, 3], [0, 2])]
+    groups = [group for ranks, group in made if rank in ranks]
+    assert _on_any_rank(not rank, groups, torch.device("cpu"))

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-
-import pytest
 
 from shardgrad.programs.train.config import TrainConfig
 from shardgrad.programs.train.record import RunRecord
@@ -41,13 +38,3 @@ def test_a_last_line_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-5])
     resume(record)
     assert kinds(record) == ["start", "step", "start"]
-
-
-@pytest.mark.parametrize("kind", ["pipe", "link to nothing"])
-def test_metrics_that_are_no_file_are_begun_again(tmp_path: Path, kind: str) -> None:
-    record = begun(tmp_path)
-    path = tmp_path / "metrics.jsonl"
-    path.unlink()
-    os.mkfifo(path) if kind == "pipe" else path.symlink_to("nothing")
-    resume(record)
-    assert kinds(record) == ["start"]
