@@ -1,4 +1,5 @@
-# Every target works from a fresh clone: it sets up .venv itself, and again when what .venv was made from changes.
+# Every target works from a fresh clone: it sets up .venv itself, and again when what .venv was made
+# from changes.
 #
 #   make train ARGS="--help"      make test ARGS="-k pack"      make test-cuda drills mutants lint types docs bench
 #   make figures wheels clean
@@ -43,7 +44,8 @@ test-cuda: $(CUDA_VENV)/ready
 $(CUDA_VENV)/ready: .venv/installed
 	.venv/bin/python -m tests.cuda_runtime $(CUDA_VENV) $(addprefix --torch=,$(VERSION))
 
-# What compares with FSDP2, under another version of torch; on the CPU, so without NVIDIA's libraries.
+# What compares with FSDP2, under another version of torch; on the CPU, so without NVIDIA's
+# libraries.
 OTHER_TORCH := $(or $(VERSION),2.15.0)
 OTHER := .venv-torch-$(OTHER_TORCH)
 test-torch: $(OTHER)/installed
@@ -59,6 +61,8 @@ lint: .venv/installed
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/lint-imports
+	find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \
+		| xargs .venv/bin/clang-format --dry-run -Werror
 
 types: .venv/installed
 	.venv/bin/python -m mypy
@@ -72,18 +76,22 @@ docs: .venv/installed
 bench: .venv/installed
 	.venv/bin/python -m benchmarks $(ARGS)
 
-# All figures of README.md and benchmarks/README.md, at one commit on one machine, where nothing else may run. They take
-# about half an hour on two cores. A figure counts only if the load was low before, so what is left of ours is waited for.
+# All figures of README.md and benchmarks/README.md, at one commit on one machine, where nothing
+# else may run. They take about half an hour on two cores. A figure counts only if the load was low
+# before, so what is left of ours is waited for.
 FIGURES := benchmarks/results/figures
 QUIET := for i in {1..120}; do awk '{exit $$1 > 0.5}' /proc/loadavg && break; sleep 5; done
 figures: .venv/installed .venv-cuda/ready
 	@[[ -z "$$(git status --porcelain)" ]] || { echo "make figures: a figure names a commit, and the tree has changes: commit them, or put them away with git stash --include-untracked" >&2; exit 1; }
 	rm -rf $(FIGURES)
 	$(QUIET); .venv/bin/python -m benchmarks --out $(FIGURES) \
-		training_step --preset tiny --preset small --ranks 2 --ranks 4 --batch-size 4 --seq-len 64 --rounds 20 --limit-s 300 \
-		training_step --preset tiny --precision bf16 --batch-size 4 --seq-len 64 --rounds 20 --limit-s 300 \
+		training_step --preset tiny --preset small --ranks 2 --ranks 4 --batch-size 4 --seq-len 64 \
+		--rounds 20 --limit-s 300 \
+		training_step --preset tiny --precision bf16 --batch-size 4 --seq-len 64 --rounds 20 \
+		--limit-s 300 \
 		send_weights reading
-	$(QUIET); .venv-cuda/bin/python -m benchmarks --out $(FIGURES) counts --ranks 2 --precision bf16 --rounds 40
+	$(QUIET); .venv-cuda/bin/python -m benchmarks --out $(FIGURES) counts --ranks 2 --precision bf16 \
+		--rounds 40
 	rm -rf $(FIGURES)/logs $(FIGURES)/report.html
 	.venv/bin/python -m benchmarks readme
 
@@ -91,10 +99,12 @@ wheels: .venv/torch
 	.venv/bin/python release/wheels.py $(ARGS)
 
 clean:
-	rm -rf .venv .venv-* build *.egg-info shardgrad/_C.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-* build *.egg-info shardgrad/_C.so .pytest_cache .mypy_cache .ruff_cache \
+		.hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Torch first and alone: building the ops needs it, so the project is installed without build isolation.
+# Torch first and alone: building the ops needs it, so the project is installed without build
+# isolation.
 .venv/torch: Makefile
 	@[[ -n "$(PYTHON)" ]] || { echo "shardgrad needs Python 3.11, 3.12 or 3.13 with its venv module, and there is none on PATH: install one, or name it as in: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@echo "shardgrad: setting up .venv with $(PYTHON), once; 2 to 5 minutes, most of them for PyTorch"
@@ -115,10 +125,13 @@ GROUPS := $(addprefix --group ,bench test lint docs clients)
 	touch .venv/installed
 
 # The ops that .venv has compiled serve every version.
-$(OTHER)/installed: Makefile tests/support/nvidia_stubs.py tests/cuda_runtime/build.py | .venv/installed
+$(OTHER)/installed: Makefile tests/support/nvidia_stubs.py tests/cuda_runtime/build.py \
+		| .venv/installed
 	"$(PYTHON)" -m venv $(OTHER)
-	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps torch==$(OTHER_TORCH)
-	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check filelock typing-extensions sympy networkx \
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--no-deps torch==$(OTHER_TORCH)
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check filelock \
+		typing-extensions sympy networkx \
 		jinja2 fsspec numpy 'setuptools>=77' pytest pytest-timeout hypothesis click rich
 	$(OTHER)/bin/python -m tests.support.nvidia_stubs
 	touch $@

@@ -13,13 +13,14 @@
 #   --only PART    a single part, or a comma-separated list of them
 #   --list         names the parts with their limits, and leaves
 #
-# A call takes eight minutes at most, as each stage does. Each part has a time limit, and begins whatever became
-# of the one before. A part that was done is not done again: call it once more with the same DIR for what failed,
-# or for which there was no time (rm DIR/done/PART, on every machine, to repeat one). DIR gets a log of each part,
-# the records as *.jsonl, report.html of all of them, and summary.txt. The exit status is 1 if a part failed.
-# PYTHON names the interpreter; WHEELS names a folder of wheels (other engines, a newer NCCL's Python package) that
-# are made importable for the benchmarks without being installed. A shardgrad/_C.so that has kernels for this torch
-# is taken as it is, and built otherwise.
+# A call takes eight minutes at most, as each stage does. Each part has a time limit, and begins
+# whatever became of the one before. A part that was done is not done again: call it once more with
+# the same DIR for what failed, or for which there was no time (rm DIR/done/PART, on every machine,
+# to repeat one). DIR gets a log of each part, the records as *.jsonl, report.html of all of them,
+# and summary.txt. The exit status is 1 if a part failed. PYTHON names the interpreter; WHEELS names
+# a folder of wheels (other engines, a newer NCCL's Python package) that are made importable for the
+# benchmarks without being installed. A shardgrad/_C.so that has kernels for this torch is taken as
+# it is, and built otherwise.
 set -uo pipefail
 
 usage() { sed -n '2,23s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
@@ -52,7 +53,8 @@ while (($#)); do
     shift
 done
 if ((nodes > 1)) && [[ -z $endpoint ]]; then
-    echo "$nodes machines find each other at --rdzv-endpoint HOST:PORT, a port of one of them: name it on all" >&2
+    echo "$nodes machines find each other at --rdzv-endpoint HOST:PORT, a port of one of them:" \
+        "name it on all" >&2
     exit 2
 fi
 python=${PYTHON:-python3}
@@ -64,7 +66,8 @@ found = torch.cuda.is_available()
 name = torch.cuda.get_device_name(0) if found else "cpu"
 slug = re.sub(r"[^a-z0-9]+", "-", name.lower().replace("nvidia", "")).strip("-")
 nbytes = torch.cuda.get_device_properties(0).total_memory if found else 0
-print("cuda" if found else "cpu", torch.cuda.device_count() if found else 1, nbytes >> 30, slug)') || exit 2
+ranks = torch.cuda.device_count() if found else 1
+print("cuda" if found else "cpu", ranks, nbytes >> 30, slug)') || exit 2
 : "${out:=benchmarks/results/gpu_${hardware}_$(date +%Y%m)}"
 if [[ -z $list ]]; then
     mkdir -p "$out/done" || exit 2
@@ -114,7 +117,8 @@ part() {
 
 echo "device $device, $count on each of $nodes machines, output in $out"
 if [[ -n ${WHEELS:-} && -z $list ]]; then
-    "$python" -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target "$out/site" \
+    "$python" -m pip install --quiet --no-index --no-deps --no-compile --upgrade \
+        --target "$out/site" \
         "$WHEELS"/*.whl && export PYTHONPATH="$out/site${PYTHONPATH:+:$PYTHONPATH}"
 fi
 
@@ -124,9 +128,11 @@ y = torch.empty_like(x)
 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 for _ in range(3):
     begin.record(); y.copy_(x); end.record(); end.synchronize()
-print(torch.cuda.get_device_name(), "copies", 2 * x.numel() / begin.elapsed_time(end) / 1e9, "TB/s")'
+rate = 2 * x.numel() / begin.elapsed_time(end) / 1e9
+print(torch.cuda.get_device_name(), "copies", rate, "TB/s")'
 has_kernels='import torch, shardgrad.ops
-assert torch._C._dispatch_has_kernel_for_dispatch_key("shardgrad::adam_", "CUDA"), "no CUDA kernels"'
+has_kernels = torch._C._dispatch_has_kernel_for_dispatch_key("shardgrad::adam_", "CUDA")
+assert has_kernels, "no CUDA kernels"'
 if [[ $device == cuda && -z $smoke ]]; then
     [[ -n $list ]] || nvidia-smi >"$out/nvidia-smi.txt" 2>&1
     if [[ -z $list ]] && "$python" -c "$has_kernels" 2>/dev/null; then
@@ -146,82 +152,104 @@ kernels=("$python" -m benchmarks kernels --device "$device" --out "$out/kernels"
 options=(training_step --device "$device" --timeout 60)
 alone=("$python" -m benchmarks "${options[@]}" --ranks 1)
 if ((nodes > 1)); then
-    all=("$python" -m torch.distributed.run --nnodes "$nodes" --nproc-per-node "$count" --rdzv-backend c10d
+    all=("$python" -m torch.distributed.run --nnodes "$nodes" --nproc-per-node "$count"
+        --rdzv-backend c10d
         --rdzv-endpoint "$endpoint" -m benchmarks "${options[@]}")
 else
     all=("$python" -m benchmarks "${options[@]}" --ranks "$count")
 fi
 bf16=(--precision bf16 --clip 1)
-# The same step as a graph of ours, as one without an engine, and as a graph of forward and backward only.
+# The same step as a graph of ours, as one without an engine, and as a graph of forward and backward
+# only.
 graphs=(--engine shardgrad --engine shardgrad-graphed --engine hand-graphed --engine fsdp2-graphed)
 # Three engines with a billion parameters are on a device at once: 40 GiB each, or 22 with one row.
 long=(--preset 1b --batch-size $((gib >= 120 ? 4 : 1)) --seq-len 2048 --rounds 8 --steps 3)
 
 if [[ -n $smoke ]]; then
     ((nodes > 1)) || part kernels 60 "${kernels[@]}" --smoke
-    part steps-tiny 240 "${all[@]}" --smoke --out "$out/steps-tiny" --engine shardgrad --engine shardgrad-graphed
+    part steps-tiny 240 "${all[@]}" --smoke --out "$out/steps-tiny" --engine shardgrad \
+        --engine shardgrad-graphed
 fi
 if in_stage 1 && ((nodes == 1)); then
     # Each builds on the one before: what is wrong in an early part explains the later ones.
     part copy 20 "$python" -c "$copies"
     part test-kernels 60 "${test[@]}" tests/gpu/test_gpu_kernels.py tests/gpu/test_gpu_optimizers.py
     part test-random 60 "${test[@]}" tests/gpu/test_gpu_random_programs.py
-    part test-captures 60 "${test[@]}" tests/gpu/test_gpu_refusals.py tests/gpu/test_gpu_graphed_step.py
+    part test-captures 60 "${test[@]}" tests/gpu/test_gpu_refusals.py \
+        tests/gpu/test_gpu_graphed_step.py
     part test-nccl 40 "${test[@]}" tests/gpu/test_gpu_nccl_alone.py tests/gpu/test_gpu_doctor.py
     part test-upstream 40 "${test[@]}" tests/gpu/test_gpu_upstream_bugs.py
     part test-loops 60 "${test[@]}" tests/gpu/test_gpu_loops.py
     part test-sleep 60 "${test[@]}" tests/gpu/test_gpu_sleep.py
     part test-compile 100 "${test[@]}" tests/gpu/test_gpu_compile.py
     if command -v compute-sanitizer >/dev/null; then
-        part memcheck 80 compute-sanitizer --tool memcheck --error-exitcode 1 --target-processes all \
+        part memcheck 80 compute-sanitizer --tool memcheck --error-exitcode 1 \
+            --target-processes all \
             "${test[@]}" --timeout=75 tests/gpu/test_gpu_kernels.py -k "pack or norm"
     fi
 fi
 if in_stage 2; then
     if ((nodes * count > 1)); then
-        part steps-all-1b 200 "${all[@]}" "${bf16[@]}" "${long[@]}" --engine all --limit-s 150 --out "$out/steps-all-1b"
+        part steps-all-1b 200 "${all[@]}" "${bf16[@]}" "${long[@]}" --engine all --limit-s 150 \
+            --out "$out/steps-all-1b"
         # Where latency decides; on several machines also as replicas of shards, one machine each.
-        part steps-all-256 100 "${all[@]}" "${bf16[@]}" --preset 1b --batch-size 1 --seq-len 256 --rounds 8 --steps 3 \
+        part steps-all-256 100 "${all[@]}" "${bf16[@]}" --preset 1b --batch-size 1 --seq-len 256 \
+            --rounds 8 --steps 3 \
             --limit-s 60 --engine ddp "${graphs[@]}" --engine shardgrad-auto --engine collectives \
             --out "$out/steps-all-256"
     fi
     if ((nodes > 1 && count > 1)); then
-        part steps-replicas 100 "${all[@]}" "${bf16[@]}" "${long[@]}" --mesh "${nodes}x$count" "${graphs[@]}" \
+        part steps-replicas 100 "${all[@]}" "${bf16[@]}" "${long[@]}" --mesh "${nodes}x$count" \
+            "${graphs[@]}" \
             --engine ddp --limit-s 60 --out "$out/steps-replicas"
     elif ((nodes * count == 1)); then
-        # One rank: what an engine costs where nothing is sent, and what a graph takes away. An engine takes ten
-        # seconds to start, thirty with a billion parameters, and all are there at once: parts have few.
-        part steps-gpt2 150 "${alone[@]}" "${bf16[@]}" --preset gpt2 --batch-size 1 --seq-len 1024 --rounds 20 \
+        # One rank: what an engine costs where nothing is sent, and what a graph takes away. An
+        # engine takes ten seconds to start, thirty with a billion parameters, and all are there at
+        # once: parts have few.
+        part steps-gpt2 150 "${alone[@]}" "${bf16[@]}" --preset gpt2 --batch-size 1 \
+            --seq-len 1024 --rounds 20 \
             --steps 8 --limit-s 130 "${graphs[@]}" --out "$out/steps-gpt2"
-        part steps-compiled 120 "${alone[@]}" "${bf16[@]}" --preset gpt2 --batch-size 1 --seq-len 1024 --rounds 20 \
-            --steps 8 --limit-s 100 --engine shardgrad-compiled --engine fsdp2-compiled --out "$out/steps-compiled"
+        part steps-compiled 120 "${alone[@]}" "${bf16[@]}" --preset gpt2 --batch-size 1 \
+            --seq-len 1024 --rounds 20 \
+            --steps 8 --limit-s 100 --engine shardgrad-compiled --engine fsdp2-compiled \
+            --out "$out/steps-compiled"
         part steps-1b 110 "${alone[@]}" "${bf16[@]}" "${long[@]}" --limit-s 100 --engine shardgrad \
             --engine shardgrad-graphed --out "$out/steps-1b"
-        part steps-1b-floors 140 "${alone[@]}" "${bf16[@]}" "${long[@]}" --limit-s 130 --engine shardgrad-graphed \
+        part steps-1b-floors 140 "${alone[@]}" "${bf16[@]}" "${long[@]}" --limit-s 130 \
+            --engine shardgrad-graphed \
             --engine hand-graphed --out "$out/steps-1b-floors"
-        part steps-1b-256 110 "${alone[@]}" "${bf16[@]}" --preset 1b --batch-size 1 --seq-len 256 --rounds 8 --steps 3 \
+        part steps-1b-256 110 "${alone[@]}" "${bf16[@]}" --preset 1b --batch-size 1 --seq-len 256 \
+            --rounds 8 --steps 3 \
             --limit-s 100 --engine shardgrad --engine shardgrad-graphed --out "$out/steps-1b-256"
         # In micro-batches, as what fits; fewer engines, since a step takes a second.
-        part steps-1b-65536 160 "${alone[@]}" "${bf16[@]}" "${long[@]}" --accumulate 8 --rounds 3 --steps 1 --warmup 5 \
+        part steps-1b-65536 160 "${alone[@]}" "${bf16[@]}" "${long[@]}" --accumulate 8 --rounds 3 \
+            --steps 1 --warmup 5 \
             --limit-s 150 --engine shardgrad --engine shardgrad-graphed --out "$out/steps-1b-65536"
     fi
 fi
 if in_stage 3 && ((nodes == 1)); then
     part kernels 90 "${kernels[@]}" --rounds 10
-    for tokens in 256 4096 65536; do # of a step: where launches cost most, and where they cost nothing
+    # Tokens of a step: where launches cost most, and where they cost nothing.
+    for tokens in 256 4096 65536; do
         rows=$((tokens > 1024 ? tokens / 1024 : 1))
         part "steps-$tokens" 80 "${alone[@]}" "${bf16[@]}" --preset gpt2 --batch-size "$rows" \
             --seq-len $((tokens / rows)) --rounds 10 --steps 3 --limit-s 70 --engine shardgrad \
             --engine shardgrad-graphed --engine hand-graphed --out "$out/steps-$tokens"
     done
-    part steps-others 120 "${alone[@]}" "${bf16[@]}" --preset gpt2 --batch-size 1 --seq-len 1024 --rounds 6 --steps 3 \
-        --limit-s 100 --engine shardgrad-graphed --engine megatron-fsdp --engine deepspeed-3 --out "$out/steps-others"
+    part steps-others 120 "${alone[@]}" "${bf16[@]}" --preset gpt2 --batch-size 1 --seq-len 1024 \
+        --rounds 6 --steps 3 \
+        --limit-s 100 --engine shardgrad-graphed --engine megatron-fsdp --engine deepspeed-3 \
+        --out "$out/steps-others"
     # Two ranks of one device: that losses agree over NCCL, eager and captured. Not a time.
-    part steps-shared 90 "$python" -m benchmarks "${options[@]}" --ranks 2 --share-device --preset tiny \
-        --engine shardgrad --engine shardgrad-graphed --engine ddp --rounds 2 --steps 2 --out "$out/steps-shared"
+    part steps-shared 90 "$python" -m benchmarks "${options[@]}" --ranks 2 --share-device \
+        --preset tiny \
+        --engine shardgrad --engine shardgrad-graphed --engine ddp --rounds 2 --steps 2 \
+        --out "$out/steps-shared"
     # Four of them, as replicas of shards: one graph with collectives of two communicators.
-    part steps-shared-mesh 90 "$python" -m benchmarks "${options[@]}" --ranks 4 --mesh 2x2 --share-device --preset tiny \
-        --engine shardgrad --engine shardgrad-graphed --rounds 2 --steps 2 --out "$out/steps-shared-mesh"
+    part steps-shared-mesh 90 "$python" -m benchmarks "${options[@]}" --ranks 4 --mesh 2x2 \
+        --share-device --preset tiny \
+        --engine shardgrad --engine shardgrad-graphed --rounds 2 --steps 2 \
+        --out "$out/steps-shared-mesh"
 fi
 [[ -z $list ]] || exit 0
 

@@ -8,8 +8,8 @@
 
 namespace shardgrad {
 
-// One row of the table that `ShardLayout.table` builds: int64 [parameters, 5], row-major, in host memory.
-// All values count elements.
+// One row of the table that `ShardLayout.table` builds: int64 [parameters, 5], row-major, in host
+// memory. All values count elements.
 struct Row {
   int64_t numel;             // elements of the whole parameter
   int64_t shard_numel;       // elements of a full piece

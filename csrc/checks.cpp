@@ -13,7 +13,8 @@ int32_t torch_dtype_of(const Tensor& tensor) {
   return dtype;
 }
 
-// Asks the C shim directly: the C++ wrapper compares against every dtype torch knows, once per tensor per call.
+// Asks the C shim directly: the C++ wrapper compares against every dtype torch knows, once per
+// tensor per call.
 DType dtype_of(const Tensor& tensor, const char* name) {
   const int32_t dtype = torch_dtype_of(tensor);
   if (dtype == aoti_torch_dtype_float32()) return DType::kFloat32;
@@ -37,13 +38,16 @@ bool on_same_device(const Tensor& a, const Tensor& b) {
 }  // namespace
 
 void* data_of(const Tensor& tensor, const Tensor& home, const char* name) {
-  STD_TORCH_CHECK(on_same_device(tensor, home), name, " must be on the device of the tensor written to");
+  STD_TORCH_CHECK(
+      on_same_device(tensor, home), name, " must be on the device of the tensor written to");
   STD_TORCH_CHECK(tensor.is_contiguous(), name, " must be contiguous");
   int64_t storage_nbytes = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &storage_nbytes));
   const int64_t numel = tensor.numel();
-  const int64_t end = (tensor.storage_offset() + numel) * static_cast<int64_t>(tensor.element_size());
-  STD_TORCH_CHECK(numel == 0 || end <= storage_nbytes, name, " lies in a storage that was freed or shrunk");
+  const int64_t end =
+      (tensor.storage_offset() + numel) * static_cast<int64_t>(tensor.element_size());
+  STD_TORCH_CHECK(
+      numel == 0 || end <= storage_nbytes, name, " lies in a storage that was freed or shrunk");
   return tensor.data_ptr();
 }
 
@@ -62,8 +66,8 @@ Table read_table(const Tensor& table) {
   return {static_cast<const Row*>(data_of(table, table, "table")), table.size(0)};
 }
 
-// Every piece must fit its reservation and the pieces of all ranks together must hold the whole parameter.
-// Divisions rather than products: they cannot overflow.
+// Every piece must fit its reservation and the pieces of all ranks together must hold the whole
+// parameter. Divisions rather than products: they cannot overflow.
 void check_row(const Row& row, int64_t world_size, int64_t chunk_numel) {
   const bool non_negative =
       row.numel >= 0 && row.shard_numel >= 0 && row.shard_offset >= 0 && row.unsharded_offset >= 0;
@@ -71,9 +75,9 @@ void check_row(const Row& row, int64_t world_size, int64_t chunk_numel) {
   const bool complete =
       row.numel == 0 || (row.shard_numel > 0 && (row.numel - 1) / row.shard_numel < world_size);
   STD_TORCH_CHECK(
-      non_negative && fits && complete, "table does not fit ", world_size, " chunks of ", chunk_numel,
-      " elements: numel ", row.numel, ", shard_numel ", row.shard_numel, ", span ", row.span,
-      ", shard_offset ", row.shard_offset, ", unsharded_offset ", row.unsharded_offset);
+      non_negative && fits && complete, "table does not fit ", world_size, " chunks of ",
+      chunk_numel, " elements: numel ", row.numel, ", shard_numel ", row.shard_numel, ", span ",
+      row.span, ", shard_offset ", row.shard_offset, ", unsharded_offset ", row.unsharded_offset);
 }
 
 int64_t count_chunks(const Tensor& whole, int64_t chunk_numel, const char* name) {
@@ -107,8 +111,8 @@ Chunks read_chunks(const Tensors& chunks, const Tensor& home) {
 }  // namespace
 
 PackArguments check_pack(
-    const Tensors& grads, const Tensor& slot, const Tensor& table, int64_t chunk_numel, double divisor,
-    bool accumulate) {
+    const Tensors& grads, const Tensor& slot, const Tensor& table, int64_t chunk_numel,
+    double divisor, bool accumulate) {
   const Table rows = read_table(table);
   STD_TORCH_CHECK(
       static_cast<int64_t>(grads.size()) == rows.count, "table has ", rows.count, " rows for ",
@@ -120,14 +124,14 @@ PackArguments check_pack(
     check_row(rows.rows[i], world_size, chunk_numel);
     const int64_t numel = grads[i].numel();
     STD_TORCH_CHECK(
-        numel == rows.rows[i].numel || numel == 0, "gradient ", i, " has ", numel, " elements, the table says ",
-        rows.rows[i].numel);
+        numel == rows.rows[i].numel || numel == 0, "gradient ", i, " has ", numel,
+        " elements, the table says ", rows.rows[i].numel);
     const DType dtype = dtype_of(grads[i], "grads");
     gradients.push_back({numel == 0 ? nullptr : data_of(grads[i], slot, "grads"), dtype});
   }
   void* slot_data = data_of(slot, slot, "slot");
-  return {std::move(gradients), rows.rows, slot_data, dtype_of(slot, "slot"), world_size, chunk_numel,
-          divisor, accumulate};
+  return {std::move(gradients), rows.rows,   slot_data, dtype_of(slot, "slot"),
+          world_size,           chunk_numel, divisor,   accumulate};
 }
 
 UnpackArguments check_unpack(
@@ -144,16 +148,21 @@ UnpackArguments check_unpack(
   }
   const void* gathered_data = data_of(gathered, unsharded, "gathered");
   void* unsharded_data = data_of(unsharded, unsharded, "unsharded");
-  return {gathered_data, dtype_of(gathered, "gathered"), world_size, chunk_numel, rows.rows, rows.count,
+  return {gathered_data,  dtype_of(gathered, "gathered"),
+          world_size,     chunk_numel,
+          rows.rows,      rows.count,
           unsharded_data, dtype_of(unsharded, "unsharded")};
 }
 
-SumArguments check_sum_chunks(const Tensors& chunks, const Tensor& out, double divisor, bool accumulate) {
+SumArguments check_sum_chunks(
+    const Tensors& chunks, const Tensor& out, double divisor, bool accumulate) {
   Chunks read = read_chunks(chunks, out);
   STD_TORCH_CHECK(
-      out.numel() == read.numel, "out has ", out.numel(), " elements, the chunks have ", read.numel);
+      out.numel() == read.numel, "out has ", out.numel(), " elements, the chunks have ",
+      read.numel);
   void* out_data = data_of(out, out, "out");
-  return {std::move(read.data), read.dtype, out_data, dtype_of(out, "out"), read.numel, divisor, accumulate};
+  return {std::move(read.data), read.dtype, out_data,  dtype_of(out, "out"),
+          read.numel,           divisor,    accumulate};
 }
 
 }  // namespace shardgrad

@@ -1,6 +1,6 @@
-// From torch's tensors to plain arguments. Everything a kernel relies on to stay inside its memory is checked
-// here, once, for every backend; the table of the movement ops lies in host memory so that this costs no
-// synchronisation.
+// From torch's tensors to plain arguments. Everything a kernel relies on to stay inside its memory
+// is checked here, once, for every backend; the table of the movement ops lies in host memory so
+// that this costs no synchronisation.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -15,9 +15,10 @@ int32_t torch_dtype_of(const torch::stable::Tensor& tensor);
 // Refuses every dtype but the four.
 DType dtype_of(const torch::stable::Tensor& tensor, const char* name);
 
-// Returns the data of a contiguous tensor whose storage really holds it: the engine frees storages under
-// living tensors, and a pointer into a freed one must not reach a kernel.
-void* data_of(const torch::stable::Tensor& tensor, const torch::stable::Tensor& home, const char* name);
+// Returns the data of a contiguous tensor whose storage really holds it: the engine frees storages
+// under living tensors, and a pointer into a freed one must not reach a kernel.
+void* data_of(
+    const torch::stable::Tensor& tensor, const torch::stable::Tensor& home, const char* name);
 
 using Tensors = std::vector<torch::stable::Tensor>;
 

@@ -26,7 +26,8 @@ void* data_as(
     const Tensor& tensor, const Tensor& home, int32_t dtype, int64_t numel, const char* name,
     const char* must_be) {
   STD_TORCH_CHECK(
-      torch_dtype_of(tensor) == dtype && (numel < 0 || tensor.numel() == numel), name, " must be ", must_be);
+      torch_dtype_of(tensor) == dtype && (numel < 0 || tensor.numel() == numel), name, " must be ",
+      must_be);
   return data_of(tensor, home, name);
 }
 
@@ -35,8 +36,9 @@ Segment segment_of(const Tensor& touched, const Tensor& rows, int64_t tiles, con
       torch_dtype_of(rows) == aoti_torch_dtype_int64() && rows.dim() == 2 && rows.size(1) == 7,
       "rows must be int64 of shape [parameters, 7]");
   STD_TORCH_CHECK(tiles >= 0, "tiles must not be negative, got ", tiles);
-  return {static_cast<const SegmentRow*>(data_of(rows, home, "rows")), rows.size(0), tiles,
-          const_array_of(touched, home, "touched")};
+  return {
+      static_cast<const SegmentRow*>(data_of(rows, home, "rows")), rows.size(0), tiles,
+      const_array_of(touched, home, "touched")};
 }
 
 Scale scale_of(const MaybeTensor& scale, const Tensor& home) {
@@ -50,13 +52,15 @@ void read_master(UpdateArguments& args, const MaybeTensor& master, const Tensor&
   if (!master.has_value()) return;
   const int32_t dtype = torch_dtype_of(*master);
   const DType param = args.param.dtype;
-  if (dtype == aoti_torch_dtype_float32() && (param == DType::kBFloat16 || param == DType::kFloat16)) {
+  if (dtype == aoti_torch_dtype_float32() &&
+      (param == DType::kBFloat16 || param == DType::kFloat16)) {
     args.master_kind = Master::kFloat32;
   } else if (dtype == aoti_torch_dtype_int16() && param == DType::kBFloat16) {
     args.master_kind = Master::kRemainder;
   } else {
     STD_TORCH_CHECK(
-        false, "master must be float32 for a bfloat16 or float16 param, or int16 for a bfloat16 one");
+        false,
+        "master must be float32 for a bfloat16 or float16 param, or int16 for a bfloat16 one");
   }
   args.master = data_of(*master, home, "master");
 }
@@ -64,8 +68,9 @@ void read_master(UpdateArguments& args, const MaybeTensor& master, const Tensor&
 // What both rules take; `states` are in `args` already.
 void read_common(
     UpdateArguments& args, const Tensor& param, const Tensor& grad, const MaybeTensor& master,
-    const Tensor& steps, const Tensor& ticket, const Tensor& touched, const Tensor& rows, int64_t tiles,
-    const Tensor& hyper, int64_t hyper_numel, const MaybeTensor& scale, const MaybeTensor& found_inf) {
+    const Tensor& steps, const Tensor& ticket, const Tensor& touched, const Tensor& rows,
+    int64_t tiles, const Tensor& hyper, int64_t hyper_numel, const MaybeTensor& scale,
+    const MaybeTensor& found_inf) {
   args.param = array_of(param, param, "param");
   args.grad = const_array_of(grad, param, "grad");
   args.segment = segment_of(touched, rows, tiles, param);
@@ -116,16 +121,19 @@ void check_segment(const Segment& segment, const Limits& limits) {
     const SegmentRow& row = segment.rows[i];
     const bool fits = row.numel >= 0 && is_within(row.param_offset, row.numel, limits.param) &&
         is_within(row.grad_offset, row.numel, limits.grad) &&
-        is_within(row.state_offset, row.numel, limits.state) && is_within(row.step_index, 1, limits.steps) &&
+        is_within(row.state_offset, row.numel, limits.state) &&
+        is_within(row.step_index, 1, limits.steps) &&
         is_within(row.flag_index, 1, segment.touched.numel);
     STD_TORCH_CHECK(
-        fits && row.first_tile == tiles, "row ", i, " does not fit the tensors of its segment: param_offset ",
-        row.param_offset, ", grad_offset ", row.grad_offset, ", state_offset ", row.state_offset, ", numel ",
-        row.numel, ", step_index ", row.step_index, ", flag_index ", row.flag_index, ", first_tile ",
-        row.first_tile);
+        fits && row.first_tile == tiles, "row ", i,
+        " does not fit the tensors of its segment: param_offset ", row.param_offset,
+        ", grad_offset ", row.grad_offset, ", state_offset ", row.state_offset, ", numel ",
+        row.numel, ", step_index ", row.step_index, ", flag_index ", row.flag_index,
+        ", first_tile ", row.first_tile);
     tiles += (row.numel + kTileNumel - 1) / kTileNumel;
   }
-  STD_TORCH_CHECK(tiles == segment.tiles, "rows have ", tiles, " tiles, but tiles says ", segment.tiles);
+  STD_TORCH_CHECK(
+      tiles == segment.tiles, "rows have ", tiles, " tiles, but tiles says ", segment.tiles);
 }
 
 }  // namespace
@@ -134,7 +142,8 @@ UpdateArguments check_adam(
     const Tensor& param, const Tensor& grad, const Tensor& exp_avg, const Tensor& exp_avg_sq,
     const MaybeTensor& master, const Tensor& steps, const Tensor& ticket, const Tensor& touched,
     const Tensor& rows, int64_t tiles, const Tensor& hyper, const MaybeTensor& scale,
-    const MaybeTensor& found_inf, bool decoupled, bool maximize, bool stochastic_rounding, int64_t seed) {
+    const MaybeTensor& found_inf, bool decoupled, bool maximize, bool stochastic_rounding,
+    int64_t seed) {
   UpdateArguments args{};
   args.states[0] = array_of(exp_avg, param, "states");
   args.states[1] = array_of(exp_avg_sq, param, "states");
@@ -149,10 +158,11 @@ UpdateArguments check_adam(
 }
 
 UpdateArguments check_sgd(
-    const Tensor& param, const Tensor& grad, const MaybeTensor& momentum_buffer, const MaybeTensor& master,
-    const Tensor& steps, const Tensor& ticket, const Tensor& touched, const Tensor& rows, int64_t tiles,
-    const Tensor& hyper, const MaybeTensor& scale, const MaybeTensor& found_inf, bool nesterov, bool decoupled,
-    bool maximize, bool stochastic_rounding, int64_t seed) {
+    const Tensor& param, const Tensor& grad, const MaybeTensor& momentum_buffer,
+    const MaybeTensor& master, const Tensor& steps, const Tensor& ticket, const Tensor& touched,
+    const Tensor& rows, int64_t tiles, const Tensor& hyper, const MaybeTensor& scale,
+    const MaybeTensor& found_inf, bool nesterov, bool decoupled, bool maximize,
+    bool stochastic_rounding, int64_t seed) {
   UpdateArguments args{};
   if (momentum_buffer.has_value()) {
     args.states[0] = array_of(*momentum_buffer, param, "states");
@@ -169,8 +179,8 @@ UpdateArguments check_sgd(
 }
 
 NormArguments check_norm(
-    const Tensor& out, const Tensor& scratch, const Tensor& flat, const Tensor& touched, const Tensor& rows,
-    int64_t tiles, double norm_type) {
+    const Tensor& out, const Tensor& scratch, const Tensor& flat, const Tensor& touched,
+    const Tensor& rows, int64_t tiles, double norm_type) {
   NormArguments args{};
   const int32_t float64 = aoti_torch_dtype_float64();
   args.out = static_cast<double*>(data_as(out, out, float64, 2, "out", "float64 with 2 elements"));

@@ -1,7 +1,7 @@
 // What an element is: storage types, exact conversions, and the type arithmetic runs in.
 //
-// CPU and CUDA kernels both include this file, so a value is loaded, computed and rounded by the same code
-// everywhere. Every conversion to a narrower type rounds once, to nearest even.
+// CPU and CUDA kernels both include this file, so a value is loaded, computed and rounded by the
+// same code everywhere. Every conversion to a narrower type rounds once, to nearest even.
 #pragma once
 
 #include <cstdint>
@@ -47,16 +47,17 @@ SHARDGRAD_INLINE float to_float(BFloat16 value) {
   return bit_cast<float>(static_cast<uint32_t>(value.bits) << 16);
 }
 
-// The exponent field grows by 112 (bias 15 to bias 127); infinities and NaNs by another 112, to all ones.
-// A subnormal has no implicit leading one: giving it one and subtracting it again lets the FPU normalise it,
-// on normal floats only, so flush-to-zero modes do not change the result.
+// The exponent field grows by 112 (bias 15 to bias 127); infinities and NaNs by another 112, to all
+// ones. A subnormal has no implicit leading one: giving it one and subtracting it again lets the
+// FPU normalise it, on normal floats only, so flush-to-zero modes do not change the result.
 SHARDGRAD_INLINE float to_float(Float16 value) {
   const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
   const uint32_t magnitude = static_cast<uint32_t>(value.bits & 0x7fffu) << 13;
   const uint32_t normal = magnitude + (112u << 23);
   const uint32_t special = magnitude + (224u << 23);
   const float leading_one = bit_cast<float>(113u << 23);
-  const uint32_t subnormal = bit_cast<uint32_t>(bit_cast<float>(magnitude + (113u << 23)) - leading_one);
+  const uint32_t subnormal =
+      bit_cast<uint32_t>(bit_cast<float>(magnitude + (113u << 23)) - leading_one);
   const uint32_t finite = magnitude < (1u << 23) ? subnormal : normal;
   return bit_cast<float>(sign | (magnitude < (31u << 23) ? finite : special));
 }
@@ -64,7 +65,8 @@ SHARDGRAD_INLINE float to_float(Float16 value) {
 SHARDGRAD_INLINE float to_float(float value) { return value; }
 SHARDGRAD_INLINE double to_float(double value) { return value; }
 
-// `from_float` stores a computed value. A double reaches a half-width type through float, as it does in torch.
+// `from_float` stores a computed value. A double reaches a half-width type through float, as it
+// does in torch.
 template <class To>
 SHARDGRAD_INLINE To from_float(float value) {
   return static_cast<To>(value);
@@ -79,8 +81,8 @@ SHARDGRAD_INLINE To from_float(double value) {
   }
 }
 
-// Adding half a unit in the last kept place, less one when that place is even, makes truncation round to
-// nearest even; the carry turns the largest values into infinity.
+// Adding half a unit in the last kept place, less one when that place is even, makes truncation
+// round to nearest even; the carry turns the largest values into infinity.
 template <>
 SHARDGRAD_INLINE BFloat16 from_float<BFloat16>(float value) {
   const uint32_t bits = bit_cast<uint32_t>(value);
@@ -89,15 +91,16 @@ SHARDGRAD_INLINE BFloat16 from_float<BFloat16>(float value) {
   return {static_cast<uint16_t>(is_nan ? 0x7fc0u : rounded)};
 }
 
-// Normal results round as above. For subnormal ones the FPU rounds: 0.5f has the unit of the smallest half
-// (2^-24) in its last place, so adding it leaves the answer in the low bits.
+// Normal results round as above. For subnormal ones the FPU rounds: 0.5f has the unit of the
+// smallest half (2^-24) in its last place, so adding it leaves the answer in the low bits.
 template <>
 SHARDGRAD_INLINE Float16 from_float<Float16>(float value) {
   const uint32_t bits = bit_cast<uint32_t>(value);
   const uint32_t sign = (bits >> 16) & 0x8000u;
   const uint32_t magnitude = bits & 0x7fffffffu;
   const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-  const uint32_t subnormal = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - bit_cast<uint32_t>(0.5f);
+  const uint32_t subnormal =
+      bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - bit_cast<uint32_t>(0.5f);
   const uint32_t finite = magnitude < (113u << 23) ? subnormal : normal;
   const uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
   return {static_cast<uint16_t>(sign | (magnitude < (143u << 23) ? finite : special))};
@@ -108,8 +111,8 @@ struct TypeTag {
   using type = T;
 };
 
-// Calls `visitor` with the TypeTag of the storage type that `dtype` names. Host only: kernels are launched with
-// their types already chosen.
+// Calls `visitor` with the TypeTag of the storage type that `dtype` names. Host only: kernels are
+// launched with their types already chosen.
 template <class Visitor>
 inline __attribute__((always_inline)) auto visit(DType dtype, const Visitor& visitor) {
   switch (dtype) {

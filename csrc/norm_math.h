@@ -1,4 +1,5 @@
-// What a norm is made of, for CPU and CUDA alike: how one size joins an accumulated value, and two values join.
+// What a norm is made of, for CPU and CUDA alike: how one size joins an accumulated value, and two
+// values join.
 #pragma once
 
 #include <cmath>

@@ -1,11 +1,13 @@
-// Segments, the parameters that one launch updates, as plain data. shardgrad/ops/segments.py has the meanings.
+// Segments, the parameters that one launch updates, as plain data. shardgrad/ops/segments.py has
+// the meanings.
 #pragma once
 
 #include "element.h"
 
 namespace shardgrad {
 
-// Elements of a tile, the unit of work; `first_tile` in the table counts in them, so segments.py has it too.
+// Elements of a tile, the unit of work; `first_tile` in the table counts in them, so segments.py
+// has it too.
 constexpr int64_t kTileNumel = 2048;
 
 // One row of the table that `segment_rows` builds: int64 [parameters, 7], row-major, on the device.
@@ -18,7 +20,8 @@ struct SegmentRow {
   int64_t flag_index;
   int64_t first_tile;
 };
-static_assert(sizeof(SegmentRow) == 7 * sizeof(int64_t), "a SegmentRow must match a row of the table");
+static_assert(
+    sizeof(SegmentRow) == 7 * sizeof(int64_t), "a SegmentRow must match a row of the table");
 
 struct Array {
   void* data;
@@ -90,8 +93,8 @@ struct NormArguments {
   double norm_type;
 };
 
-// Index of the row whose tiles hold `tile`: the last one that begins at or before it. Empty rows have the
-// `first_tile` of their successor, so they are never found.
+// Index of the row whose tiles hold `tile`: the last one that begins at or before it. Empty rows
+// have the `first_tile` of their successor, so they are never found.
 SHARDGRAD_INLINE int64_t find_row(const Segment& segment, int64_t tile) {
   int64_t low = 0;
   for (int64_t high = segment.row_count; high - low > 1;) {
@@ -122,7 +125,8 @@ SHARDGRAD_INLINE bool is_live(const Segment& segment, const SegmentRow& row) {
   return read_element(segment.touched.data, segment.touched.dtype, row.flag_index) > 0;
 }
 
-// Whether an update advances the step count of row `i`, which rows of one parameter share with the one before.
+// Whether an update advances the step count of row `i`, which rows of one parameter share with the
+// one before.
 SHARDGRAD_INLINE bool counts_step(const Segment& segment, int64_t i) {
   const SegmentRow& row = segment.rows[i];
   return is_live(segment, row) && (i == 0 || segment.rows[i - 1].step_index != row.step_index);

@@ -1,5 +1,6 @@
-// What one element goes through in an optimizer update, for CPU and CUDA alike. shardgrad/ops/update.py and
-// weights.py say the same in torch ops, bit for bit; the sources of the formulas are named there.
+// What one element goes through in an optimizer update, for CPU and CUDA alike.
+// shardgrad/ops/update.py and weights.py say the same in torch ops, bit for bit; the sources of the
+// formulas are named there.
 #pragma once
 
 #include <cmath>
@@ -17,7 +18,8 @@ SHARDGRAD_INLINE float square_root(float value) {
 }
 SHARDGRAD_INLINE double square_root(double value) { return sqrt(value); }
 
-// Adam's numbers that are the same for all elements of a row. Computed in double, then rounded once.
+// Adam's numbers that are the same for all elements of a row. Computed in double, then rounded
+// once.
 template <class C>
 struct AdamRule {
   static constexpr int kHyperNumel = 5;
@@ -53,7 +55,8 @@ struct AdamRule {
     return rule;
   }
 
-  SHARDGRAD_INLINE static void update(const AdamRule& rule, bool couples, C& weight, C grad, C& m, C& v) {
+  SHARDGRAD_INLINE static void update(
+      const AdamRule& rule, bool couples, C& weight, C grad, C& m, C& v) {
     C g = grad * rule.gain;
     const C w = weight * rule.decay;
     if (couples) g += w * rule.weight_decay;
@@ -94,7 +97,8 @@ struct SgdRule {
   }
 
   SHARDGRAD_INLINE static void update(
-      const SgdRule& rule, bool couples, Momentum momentum, bool nesterov, C& weight, C grad, C& buffer) {
+      const SgdRule& rule, bool couples, Momentum momentum, bool nesterov, C& weight, C grad,
+      C& buffer) {
     C g = grad * rule.gain;
     const C w = weight * rule.decay;
     if (couples) g += w * rule.weight_decay;
@@ -115,7 +119,8 @@ SHARDGRAD_INLINE float exact_weight(Half param, float master) {
 }
 
 SHARDGRAD_INLINE float join_remainder(BFloat16 param, int16_t remainder) {
-  return bit_cast<float>((static_cast<uint32_t>(param.bits) << 16) + static_cast<uint32_t>(remainder));
+  return bit_cast<float>(
+      (static_cast<uint32_t>(param.bits) << 16) + static_cast<uint32_t>(remainder));
 }
 
 // A NaN becomes the plain one: rounding up the upper half of another could carry into the sign.
@@ -155,7 +160,9 @@ SHARDGRAD_INLINE uint32_t dither(uint64_t key, int64_t index) {
   const uint32_t low = static_cast<uint32_t>(index);
   const uint32_t high = static_cast<uint32_t>(static_cast<uint64_t>(index) >> 32);
   const uint32_t mixed = mix32(low ^ static_cast<uint32_t>(key));
-  return mix32(mixed + ((high * static_cast<uint32_t>(kGolden >> 32)) ^ static_cast<uint32_t>(key >> 32))) >>
+  return mix32(
+             mixed +
+             ((high * static_cast<uint32_t>(kGolden >> 32)) ^ static_cast<uint32_t>(key >> 32))) >>
       16;
 }
 

@@ -1,5 +1,5 @@
-// Included before each source of a wheel: what its library takes from glibc and libstdc++ is then in
-// the versions of manylinux_2_28, whatever those of the machine are that builds it.
+// Included before each source of a wheel: what its library takes from glibc and libstdc++ is then
+// in the versions of manylinux_2_28, whatever those of the machine are that builds it.
 #pragma once
 #include <sstream>
 

@@ -8,8 +8,9 @@
 namespace shardgrad::cpu {
 namespace {
 
-// A tile is summed in lanes, each in its order, and the lanes are joined by halves. Compilers vectorise loops
-// over lanes for any width without changing that order, so every clone gives the same bits.
+// A tile is summed in lanes, each in its order, and the lanes are joined by halves. Compilers
+// vectorise loops over lanes for any width without changing that order, so every clone gives the
+// same bits.
 constexpr int64_t kLanes = 16;
 
 template <Norm kNorm, class T>
@@ -73,8 +74,10 @@ SHARDGRAD_INLINE Found measure(Norm norm, const T* data, int64_t count, double n
   return found;
 }
 
-// Half-width types become float first, in a pass that vectorises better than the sum would with them.
-SHARDGRAD_INLINE Found measure_tile(const NormArguments& args, Norm norm, int64_t at, int64_t count) {
+// Half-width types become float first, in a pass that vectorises better than the sum would with
+// them.
+SHARDGRAD_INLINE Found
+measure_tile(const NormArguments& args, Norm norm, int64_t at, int64_t count) {
   if (args.flat.dtype == DType::kFloat64) {
     return measure(norm, static_cast<const double*>(args.flat.data) + at, count, args.norm_type);
   }
@@ -86,8 +89,8 @@ SHARDGRAD_INLINE Found measure_tile(const NormArguments& args, Norm norm, int64_
   return measure(norm, static_cast<const float*>(block), count, args.norm_type);
 }
 
-// Tiles in order, so that a thread reads what lies together: all of its workers' first tiles, then their
-// second ones.
+// Tiles in order, so that a thread reads what lies together: all of its workers' first tiles, then
+// their second ones.
 SHARDGRAD_INLINE void accumulate_workers(const NormArguments& args, int64_t begin, int64_t end) {
   const Norm norm = norm_of(args.norm_type);
   const Segment& segment = args.segment;

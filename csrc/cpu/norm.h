@@ -5,8 +5,8 @@
 
 namespace shardgrad::cpu {
 
-// Lets the workers [begin, end) go through their tiles and leave what they found in the scratch, on the calling
-// thread.
+// Lets the workers [begin, end) go through their tiles and leave what they found in the scratch, on
+// the calling thread.
 void accumulate_norm(const NormArguments& args, int64_t begin, int64_t end);
 
 // Adds what all workers found, in order.

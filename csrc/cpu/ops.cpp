@@ -10,15 +10,16 @@ namespace {
 
 using torch::stable::Tensor;
 
-// Threads share out positions within a chunk. Each takes its range in the chunk of every rank, so the work is
-// even however unequal the parameters are.
+// Threads share out positions within a chunk. Each takes its range in the chunk of every rank, so
+// the work is even however unequal the parameters are.
 struct Range {
   int64_t begin;
   int64_t end;
 
   // The part of a row's reservation inside this range, relative to the start of that reservation.
   Range within(const Row& row) const {
-    return {std::max(begin - row.shard_offset, int64_t{0}), std::min(end - row.shard_offset, row.span)};
+    return {
+        std::max(begin - row.shard_offset, int64_t{0}), std::min(end - row.shard_offset, row.span)};
   }
 };
 
@@ -43,8 +44,8 @@ void pack_row(const PackArguments& args, const Row& row, const Gradient& gradien
 }
 
 void pack(
-    const Tensors& grads, const Tensor& slot, const Tensor& table, int64_t chunk_numel, double divisor,
-    bool accumulate) {
+    const Tensors& grads, const Tensor& slot, const Tensor& table, int64_t chunk_numel,
+    double divisor, bool accumulate) {
   const PackArguments args = check_pack(grads, slot, table, chunk_numel, divisor, accumulate);
   parallel(chunk_numel, chunk_numel * args.world_size, [&](int64_t begin, int64_t end) {
     for (size_t i = 0; i < args.gradients.size(); ++i) {
@@ -60,15 +61,16 @@ void unpack_row(const UnpackArguments& args, const Row& row, Range range) {
     if (range.begin >= end) return;  // later ranks hold no more than this one
     const void* piece =
         advance(args.gathered, args.gathered_dtype, rank * args.chunk_numel + row.shard_offset);
-    void* out =
-        advance(args.unsharded, args.unsharded_dtype, row.unsharded_offset + rank * row.shard_numel);
+    void* out = advance(
+        args.unsharded, args.unsharded_dtype, row.unsharded_offset + rank * row.shard_numel);
     combine(
         &piece, 1, args.gathered_dtype, out, args.unsharded_dtype, range.begin, end, /*divisor=*/1,
         /*accumulate=*/false);
   }
 }
 
-void unpack(const Tensor& gathered, const Tensor& unsharded, const Tensor& table, int64_t chunk_numel) {
+void unpack(
+    const Tensor& gathered, const Tensor& unsharded, const Tensor& table, int64_t chunk_numel) {
   const UnpackArguments args = check_unpack(gathered, unsharded, table, chunk_numel);
   parallel(chunk_numel, chunk_numel * args.world_size, [&](int64_t begin, int64_t end) {
     for (int64_t i = 0; i < args.row_count; ++i) {
@@ -83,8 +85,8 @@ void sum_chunks(const Tensors& chunks, const Tensor& out, double divisor, bool a
   const int64_t count = static_cast<int64_t>(args.chunks.size());
   parallel(args.numel, args.numel * count, [&](int64_t begin, int64_t end) {
     combine(
-        args.chunks.data(), count, args.chunk_dtype, args.out, args.out_dtype, begin, end, args.divisor,
-        args.accumulate);
+        args.chunks.data(), count, args.chunk_dtype, args.out, args.out_dtype, begin, end,
+        args.divisor, args.accumulate);
   });
 }
 

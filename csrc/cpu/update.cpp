@@ -9,7 +9,8 @@
 namespace shardgrad::cpu {
 namespace {
 
-// An operand that has the type of arithmetic is worked on where it lies; any other passes through its block.
+// An operand that has the type of arithmetic is worked on where it lies; any other passes through
+// its block.
 template <class C>
 struct Blocks {
   alignas(64) C weight[kBlock];
@@ -33,7 +34,8 @@ SHARDGRAD_INLINE void put_back(
   if (at == block) store(block, data, dtype, begin, count);
 }
 
-// [Note: Exact weights] in weights.py. With a float32 master, the master is where the weight is worked on.
+// [Note: Exact weights] in weights.py. With a float32 master, the master is where the weight is
+// worked on.
 template <class Half>
 SHARDGRAD_INLINE void settle_master(const Half* param, float* master, int64_t count) {
   for (int64_t j = 0; j < count; ++j) master[j] = exact_weight(param[j], master[j]);
@@ -66,8 +68,8 @@ SHARDGRAD_INLINE C* fetch_weight(
 
 template <class C>
 SHARDGRAD_INLINE void put_weight_back(
-    const UpdateArguments& args, const SegmentRow& row, const C* weight, const C* block, uint64_t key,
-    int64_t start, int64_t count) {
+    const UpdateArguments& args, const SegmentRow& row, const C* weight, const C* block,
+    uint64_t key, int64_t start, int64_t count) {
   const int64_t at = row.param_offset + start;
   if constexpr (std::is_same_v<C, float>) {
     auto* halves = static_cast<BFloat16*>(args.param.data) + at;
@@ -78,7 +80,8 @@ SHARDGRAD_INLINE void put_weight_back(
       return;
     }
     if (args.stochastic) {
-      for (int64_t j = 0; j < count; ++j) halves[j] = round_stochastically(weight[j], dither(key, at + j));
+      for (int64_t j = 0; j < count; ++j)
+        halves[j] = round_stochastically(weight[j], dither(key, at + j));
       return;
     }
     if (args.master_kind == Master::kFloat32) {
@@ -91,8 +94,8 @@ SHARDGRAD_INLINE void put_weight_back(
 
 template <bool kCouples, class C>
 SHARDGRAD_INLINE void adam_loop(
-    const AdamRule<C> rule, C* __restrict weight, const C* __restrict grad, C* __restrict m, C* __restrict v,
-    int64_t count) {
+    const AdamRule<C> rule, C* __restrict weight, const C* __restrict grad, C* __restrict m,
+    C* __restrict v, int64_t count) {
   for (int64_t j = 0; j < count; ++j) {
     AdamRule<C>::update(rule, kCouples, weight[j], grad[j], m[j], v[j]);
   }
@@ -100,7 +103,8 @@ SHARDGRAD_INLINE void adam_loop(
 
 template <class C>
 SHARDGRAD_INLINE void run(
-    const UpdateArguments&, const AdamRule<C>& rule, C* weight, const C* grad, C* const* states, int64_t count) {
+    const UpdateArguments&, const AdamRule<C>& rule, C* weight, const C* grad, C* const* states,
+    int64_t count) {
   if (rule.couples) {
     adam_loop<true>(rule, weight, grad, states[0], states[1], count);
   } else {
@@ -110,7 +114,8 @@ SHARDGRAD_INLINE void run(
 
 template <bool kCouples, Momentum kMomentum, bool kNesterov, class C>
 SHARDGRAD_INLINE void sgd_loop(
-    const SgdRule<C> rule, C* __restrict weight, const C* __restrict grad, C* __restrict buffer, int64_t count) {
+    const SgdRule<C> rule, C* __restrict weight, const C* __restrict grad, C* __restrict buffer,
+    int64_t count) {
   for (int64_t j = 0; j < count; ++j) {
     C unused = 0;
     SgdRule<C>::update(
@@ -121,7 +126,8 @@ SHARDGRAD_INLINE void sgd_loop(
 
 template <bool kCouples, class C>
 SHARDGRAD_INLINE void run_sgd(
-    const UpdateArguments& args, const SgdRule<C>& rule, C* weight, const C* grad, C* buffer, int64_t count) {
+    const UpdateArguments& args, const SgdRule<C>& rule, C* weight, const C* grad, C* buffer,
+    int64_t count) {
   if (args.state_count == 0) {
     sgd_loop<kCouples, Momentum::kNone, false>(rule, weight, grad, buffer, count);
   } else if (rule.first && args.nesterov) {
@@ -148,12 +154,13 @@ SHARDGRAD_INLINE void run(
 
 template <class Rule, class C>
 SHARDGRAD_INLINE void update_block(
-    const UpdateArguments& args, const SegmentRow& row, const Rule& rule, uint64_t key, Blocks<C>& blocks,
-    int64_t start, int64_t count) {
+    const UpdateArguments& args, const SegmentRow& row, const Rule& rule, uint64_t key,
+    Blocks<C>& blocks, int64_t start, int64_t count) {
   C* weight = fetch_weight(args, row, blocks.weight, start, count);
   // The gradient is only read: the cast lets it share `fetch` with what is written.
   const C* grad = fetch(
-      blocks.grad, const_cast<void*>(args.grad.data), args.grad.dtype, row.grad_offset + start, count);
+      blocks.grad, const_cast<void*>(args.grad.data), args.grad.dtype, row.grad_offset + start,
+      count);
   C* states[2] = {nullptr, nullptr};
   const int64_t at = row.state_offset + start;
   for (int k = 0; k < args.state_count; ++k) {
@@ -167,11 +174,13 @@ SHARDGRAD_INLINE void update_block(
 }
 
 template <class Rule, class C>
-SHARDGRAD_INLINE void update_tiles(const UpdateArguments& args, int64_t begin_tile, int64_t end_tile) {
+SHARDGRAD_INLINE void update_tiles(
+    const UpdateArguments& args, int64_t begin_tile, int64_t end_tile) {
   Blocks<C> blocks;
   Rule rule;
   uint64_t key = 0;
-  double rule_t = 0;  // what `rule` and `key` were made for; most rows of a segment have taken as many steps
+  // what `rule` and `key` were made for; most rows of a segment have taken as many steps
+  double rule_t = 0;
   const C gain = static_cast<C>(args.scale.read()) * static_cast<C>(args.maximize ? -1 : 1);
   const Segment& segment = args.segment;
   for (int64_t i = find_row(segment, begin_tile); i < segment.row_count; ++i) {

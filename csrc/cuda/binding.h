@@ -13,7 +13,8 @@ namespace shardgrad::cuda {
 // Launches on the current stream of the device that `home` lives on, with that device current.
 template <class Arguments>
 void launch(
-    int (*launcher)(const Arguments*, void*), const Arguments& arguments, const torch::stable::Tensor& home) {
+    int (*launcher)(const Arguments*, void*), const Arguments& arguments,
+    const torch::stable::Tensor& home) {
   const auto device = home.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   void* stream = nullptr;

@@ -12,17 +12,20 @@ namespace shardgrad::cuda {
 constexpr int kThreads = 256;
 // Accesses that a thread starts before it needs the first one's data.
 constexpr int kInFlight = 4;
-// Elements a block handles at a time: of four-byte types, all that a thread loads is in flight at once.
+// Elements a block handles at a time: of four-byte types, all that a thread loads is in flight at
+// once.
 constexpr int64_t kTile = kInFlight * 4 * kThreads;
 // More blocks than any current device holds at once; the kernels stride over the rest.
 constexpr int64_t kMaxBlocks = 2048;
 // Parameters per launch, so that their descriptions fit in 4 KiB of kernel parameters.
 constexpr int kBatch = 64;
 
-inline unsigned blocks_for(int64_t tiles) { return static_cast<unsigned>(std::min(tiles, kMaxBlocks)); }
+inline unsigned blocks_for(int64_t tiles) {
+  return static_cast<unsigned>(std::min(tiles, kMaxBlocks));
+}
 
-// A row of blocks for each rank, which stride over the tiles of its chunk: no block has to divide to find out
-// whose tile it has.
+// A row of blocks for each rank, which stride over the tiles of its chunk: no block has to divide
+// to find out whose tile it has.
 inline dim3 blocks_for(int64_t tiles_of_rank, int64_t ranks) {
   const int64_t most = std::max(kMaxBlocks / ranks, int64_t{1});
   return {static_cast<unsigned>(std::min(tiles_of_rank, most)), static_cast<unsigned>(ranks), 1};
@@ -30,9 +33,9 @@ inline dim3 blocks_for(int64_t tiles_of_rank, int64_t ranks) {
 
 SHARDGRAD_INLINE int64_t tiles_in(int64_t numel) { return (numel + kTile - 1) / kTile; }
 
-// As many elements as the wider type has in 128 bits, so that neighbours' accesses to either lie side by side.
-// With as many as the narrower one has, each store of the wider would fill half of what the memory takes at once:
-// packing bfloat16 into float32 took half as long again on an H200.
+// As many elements as the wider type has in 128 bits, so that neighbours' accesses to either lie
+// side by side. With as many as the narrower one has, each store of the wider would fill half of
+// what the memory takes at once: packing bfloat16 into float32 took half as long again on an H200.
 template <class Source, class Out>
 constexpr int kVector = 16 / (sizeof(Source) > sizeof(Out) ? sizeof(Source) : sizeof(Out));
 
@@ -54,8 +57,9 @@ __device__ Out finish(Compute sum, Compute divisor, Out old, bool accumulate) {
   return from_float<Out>(sum);
 }
 
-// One block converts source[begin, end) into out[begin, end), scaled and perhaps accumulated. `begin` is a
-// multiple of kTile and the range no longer, so the alignment of the two base addresses decides for all of it.
+// One block converts source[begin, end) into out[begin, end), scaled and perhaps accumulated.
+// `begin` is a multiple of kTile and the range no longer, so the alignment of the two base
+// addresses decides for all of it.
 template <class Source, class Out>
 __device__ void convert(
     const Source* source, Out* out, int64_t begin, int64_t end, double divisor, bool accumulate) {
@@ -81,8 +85,9 @@ __device__ void convert(
         if (accumulate) result = to[v];
 #pragma unroll
         for (int lane = 0; lane < N; ++lane) {
-          result.lanes[lane] =
-              finish(static_cast<Compute>(to_float(in[k].lanes[lane])), by, result.lanes[lane], accumulate);
+          result.lanes[lane] = finish(
+              static_cast<Compute>(to_float(in[k].lanes[lane])), by, result.lanes[lane],
+              accumulate);
         }
         to[v] = result;
       }

@@ -27,19 +27,22 @@ __device__ Found join_block(Found mine) {
   return found[0];
 }
 
-// `add_element`, with one operation in double where two would round the same: the square of a float is exact.
+// `add_element`, with one operation in double where two would round the same: the square of a float
+// is exact.
 template <Norm kNorm, class F>
 __device__ __forceinline__ double add(double norm_type, double so_far, F value) {
   const double wide = static_cast<double>(value);
-  if constexpr (kNorm == Norm::kSquares && sizeof(F) < sizeof(double)) return fma(wide, wide, so_far);
+  if constexpr (kNorm == Norm::kSquares && sizeof(F) < sizeof(double))
+    return fma(wide, wide, so_far);
   return add_element(kNorm, norm_type, so_far, wide);
 }
 
-// A thread has the same elements of a tile whatever the alignment, so that alignment does not change the sum. It
-// loads all of them before it adds the first.
+// A thread has the same elements of a tile whatever the alignment, so that alignment does not
+// change the sum. It loads all of them before it adds the first.
 template <Norm kNorm, class T>
 __device__ __forceinline__ void add_tile(
-    const NormArguments& args, const SegmentRow& row, int64_t tile, double& value, int& not_finite) {
+    const NormArguments& args, const SegmentRow& row, int64_t tile, double& value,
+    int& not_finite) {
   constexpr int kQuads = kTileQuads / kThreads;
   const int64_t begin = (tile - row.first_tile) * kTileNumel;
   const int numel = static_cast<int>(min(kTileNumel, row.numel - begin));
@@ -49,7 +52,8 @@ __device__ __forceinline__ void add_tile(
   for (int k = 0; k < kQuads; ++k) {
     const int at = (static_cast<int>(threadIdx.x) + k * kThreads) * kQuad;
     const int count = min(kQuad, numel - at);
-    load_bits(stored[k], args.flat.data, row.grad_offset + begin + at, count, aligned && count == kQuad);
+    load_bits(
+        stored[k], args.flat.data, row.grad_offset + begin + at, count, aligned && count == kQuad);
   }
 #pragma unroll
   for (int k = 0; k < kQuads; ++k) {
@@ -81,7 +85,8 @@ __device__ __forceinline__ Found add_tiles(const NormArguments& args) {
 
 // One block for each worker. The last one to finish joins what they all found.
 template <Norm kNorm, class T>
-__global__ void __launch_bounds__(kThreads) norm_kernel(const __grid_constant__ NormArguments args) {
+__global__ void __launch_bounds__(kThreads)
+    norm_kernel(const __grid_constant__ NormArguments args) {
   Found found = join_block<kNorm>(add_tiles<kNorm, T>(args));
   if (threadIdx.x == 0) {
     args.scratch[blockIdx.x] = found.value;
@@ -104,7 +109,8 @@ __global__ void __launch_bounds__(kThreads) norm_kernel(const __grid_constant__ 
 template <Norm kNorm>
 int launch(const NormArguments& args, cudaStream_t stream) {
   // Without rows there is nothing to find, but the result has to be written.
-  const auto blocks = static_cast<unsigned>(std::clamp<int64_t>(args.segment.tiles, 1, kNormWorkers));
+  const auto blocks =
+      static_cast<unsigned>(std::clamp<int64_t>(args.segment.tiles, 1, kNormWorkers));
   visit(args.flat.dtype, [&](auto flat) {
     norm_kernel<kNorm, typename decltype(flat)::type><<<blocks, kThreads, 0, stream>>>(args);
   });
@@ -114,7 +120,8 @@ int launch(const NormArguments& args, cudaStream_t stream) {
 }  // namespace
 }  // namespace shardgrad::cuda
 
-extern "C" int shardgrad_cuda_norm(const shardgrad::NormArguments* arguments, void* stream_of_call) {
+extern "C" int shardgrad_cuda_norm(
+    const shardgrad::NormArguments* arguments, void* stream_of_call) {
   using shardgrad::Norm;
   using namespace shardgrad::cuda;
   auto* stream = static_cast<cudaStream_t>(stream_of_call);

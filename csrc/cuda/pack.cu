@@ -24,10 +24,11 @@ struct PackBatch {
     tiles += tiles_in(row.span);
   }
 };
-static_assert(sizeof(PackBatch) <= 4096, "must fit the kernel parameters of every supported toolkit");
+static_assert(
+    sizeof(PackBatch) <= 4096, "must fit the kernel parameters of every supported toolkit");
 
-// A tile is a range of one parameter's reservation in the chunk of the rank whose row of blocks this is: gradient
-// first, zeros behind it.
+// A tile is a range of one parameter's reservation in the chunk of the rank whose row of blocks
+// this is: gradient first, zeros behind it.
 template <class Gradient, class Slot>
 __global__ void __launch_bounds__(kThreads) pack_kernel(const __grid_constant__ PackBatch batch) {
   const int64_t rank = blockIdx.y;
@@ -48,7 +49,8 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(const __grid_constant__ 
   }
 }
 
-cudaError_t launch(const PackBatch& batch, const PackArguments& arguments, DType dtype, cudaStream_t stream) {
+cudaError_t launch(
+    const PackBatch& batch, const PackArguments& arguments, DType dtype, cudaStream_t stream) {
   if (batch.tiles == 0) return cudaSuccess;
   visit(dtype, [&](auto gradient) {
     visit(arguments.slot_dtype, [&](auto slot) {
@@ -59,7 +61,8 @@ cudaError_t launch(const PackBatch& batch, const PackArguments& arguments, DType
   return cudaGetLastError();
 }
 
-// Launches for the gradients of one dtype. A missing one has none, and goes along with the first that is there.
+// Launches for the gradients of one dtype. A missing one has none, and goes along with the first
+// that is there.
 cudaError_t pack_dtype(
     const PackArguments& arguments, DType dtype, DType dtype_of_missing, cudaStream_t stream) {
   PackBatch batch{};
@@ -90,12 +93,13 @@ cudaError_t pack_dtype(
 extern "C" int shardgrad_cuda_pack(const shardgrad::PackArguments* arguments, void* stream) {
   using shardgrad::DType;
   const auto& gradients = arguments->gradients;
-  const auto there = std::find_if(
-      gradients.begin(), gradients.end(), [](const auto& gradient) { return gradient.data != nullptr; });
+  const auto there = std::find_if(gradients.begin(), gradients.end(), [](const auto& gradient) {
+    return gradient.data != nullptr;
+  });
   const DType dtype_of_missing = there == gradients.end() ? arguments->slot_dtype : there->dtype;
   for (DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64}) {
-    const cudaError_t status =
-        shardgrad::cuda::pack_dtype(*arguments, dtype, dtype_of_missing, static_cast<cudaStream_t>(stream));
+    const cudaError_t status = shardgrad::cuda::pack_dtype(
+        *arguments, dtype, dtype_of_missing, static_cast<cudaStream_t>(stream));
     if (status != cudaSuccess) return status;
   }
   return cudaSuccess;

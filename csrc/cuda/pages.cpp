@@ -1,8 +1,10 @@
-// Memory of a device that goes and comes back while its addresses stay: the driver's calls for virtual memory.
+// Memory of a device that goes and comes back while its addresses stay: the driver's calls for
+// virtual memory.
 //
-// torch's allocator calls the first two functions for a pool of graphs, on any thread and under its own lock. A
-// thread that waits for that lock may have Python's, so they cannot be written in Python. The driver is asked for
-// at run time, and the types are those of cuda.h: neither has to be there for a build.
+// torch's allocator calls the first two functions for a pool of graphs, on any thread and under its
+// own lock. A thread that waits for that lock may have Python's, so they cannot be written in
+// Python. The driver is asked for at run time, and the types are those of cuda.h: neither has to be
+// there for a build.
 #include <dlfcn.h>
 #include <sys/types.h>
 
@@ -35,7 +37,8 @@ struct AccessDescription {
 template <typename... Arguments>
 int driver(const char* name, Arguments... arguments) {
   static void* const library = dlopen("libcuda.so.1", RTLD_NOW);
-  auto* function = library ? reinterpret_cast<int (*)(Arguments...)>(dlsym(library, name)) : nullptr;
+  auto* function =
+      library ? reinterpret_cast<int (*)(Arguments...)>(dlsym(library, name)) : nullptr;
   return function ? function(arguments...) : kUnknown;
 }
 
@@ -76,13 +79,14 @@ PUBLIC int shardgrad_pages_unmap(uint64_t address, size_t nbytes, int device) {
   return driver("cuMemUnmap", address, whole_pages(nbytes, device));
 }
 
-// For torch's allocator: null if there is no memory. Work on memory has to be over before it is freed; it may be
-// away.
+// For torch's allocator: null if there is no memory. Work on memory has to be over before it is
+// freed; it may be away.
 
 PUBLIC void* shardgrad_pages_alloc(ssize_t nbytes, int device, void*) {
   const size_t size = whole_pages(nbytes, device);
   uint64_t address = 0;
-  if (!size || driver("cuMemAddressReserve", &address, size, size_t{0}, uint64_t{0}, uint64_t{0})) return nullptr;
+  if (!size || driver("cuMemAddressReserve", &address, size, size_t{0}, uint64_t{0}, uint64_t{0}))
+    return nullptr;
   if (!shardgrad_pages_map(address, nbytes, device)) return reinterpret_cast<void*>(address);
   driver("cuMemAddressFree", address, size);
   return nullptr;

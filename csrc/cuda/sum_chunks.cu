@@ -4,8 +4,8 @@
 namespace shardgrad::cuda {
 namespace {
 
-// The sum runs from left to right in registers, so all addresses must arrive in one launch. Beyond 4 KiB of
-// kernel parameters needs CUDA 12.1, older than any toolkit that torch 2.11 is built with.
+// The sum runs from left to right in registers, so all addresses must arrive in one launch. Beyond
+// 4 KiB of kernel parameters needs CUDA 12.1, older than any toolkit that torch 2.11 is built with.
 struct SumBatch {
   const void* chunks[shardgrad_cuda_max_summands];
   void* out;
@@ -74,10 +74,13 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ S
   for (int64_t v = thread; v < vectors; v += kInFlight * stride) {
     sum_vectors<Chunk, Out, N>(batch, v, stride, vectors);
   }
-  for (int64_t j = vectors * N + thread; j < batch.numel; j += stride) sum_one<Chunk, Out>(batch, j);
+  for (int64_t j = vectors * N + thread; j < batch.numel; j += stride)
+    sum_one<Chunk, Out>(batch, j);
 }
 
-bool is_aligned_to_16(const void* address) { return (reinterpret_cast<uintptr_t>(address) & 15) == 0; }
+bool is_aligned_to_16(const void* address) {
+  return (reinterpret_cast<uintptr_t>(address) & 15) == 0;
+}
 
 cudaError_t sum_chunks(const SumArguments& arguments, cudaStream_t stream) {
   if (arguments.numel == 0) return cudaSuccess;

@@ -27,12 +27,14 @@ struct UnpackBatch {
     tiles += tiles_in(row.shard_numel);
   }
 };
-static_assert(sizeof(UnpackBatch) <= 4096, "must fit the kernel parameters of every supported toolkit");
+static_assert(
+    sizeof(UnpackBatch) <= 4096, "must fit the kernel parameters of every supported toolkit");
 
-// A tile is a range of one parameter's piece in a chunk. Rows of blocks share out the ranks, so that one launch
-// serves any number of them.
+// A tile is a range of one parameter's piece in a chunk. Rows of blocks share out the ranks, so
+// that one launch serves any number of them.
 template <class Chunk, class Unsharded>
-__global__ void __launch_bounds__(kThreads) unpack_kernel(const __grid_constant__ UnpackBatch batch) {
+__global__ void __launch_bounds__(kThreads)
+    unpack_kernel(const __grid_constant__ UnpackBatch batch) {
   for (int64_t rank = blockIdx.y; rank < batch.ranks; rank += gridDim.y) {
     const Chunk* chunk = static_cast<const Chunk*>(batch.gathered) + rank * batch.chunk_numel;
     for (int64_t tile = blockIdx.x; tile < batch.tiles; tile += gridDim.x) {
@@ -48,12 +50,14 @@ __global__ void __launch_bounds__(kThreads) unpack_kernel(const __grid_constant_
   }
 }
 
-cudaError_t launch(const UnpackBatch& batch, const UnpackArguments& arguments, cudaStream_t stream) {
+cudaError_t launch(
+    const UnpackBatch& batch, const UnpackArguments& arguments, cudaStream_t stream) {
   if (batch.tiles == 0) return cudaSuccess;
   visit(arguments.gathered_dtype, [&](auto chunk) {
     visit(arguments.unsharded_dtype, [&](auto unsharded) {
       unpack_kernel<typename decltype(chunk)::type, typename decltype(unsharded)::type>
-          <<<blocks_for(batch.tiles, std::min(batch.ranks, kMaxBlocks)), kThreads, 0, stream>>>(batch);
+          <<<blocks_for(batch.tiles, std::min(batch.ranks, kMaxBlocks)), kThreads, 0, stream>>>(
+              batch);
     });
   });
   return cudaGetLastError();

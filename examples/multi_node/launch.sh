@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Run this on each machine, and again on a machine that failed. The machine at HEAD hosts the rendezvous.
+# Run this on each machine, and again on a machine that failed. The machine at HEAD hosts the
+# rendezvous.
 #   HEAD=10.0.0.1 FOLDER=/shared/run bash examples/multi_node/launch.sh --steps 1000
 set -euo pipefail
 
@@ -8,8 +9,8 @@ mine=$(hostname -I)
 head=$(getent ahostsv4 "$HEAD" | awk 'NR == 1 { print $1 }' || true)
 [[ " $mine" == *" $head "* ]] && is_host=1 || is_host=0
 
-# torchrun's store keeps the addresses of previous ranks, for which new ranks would wait forever. With this variable,
-# each start creates a new store on its first rank.
+# torchrun's store keeps the addresses of previous ranks, for which new ranks would wait forever.
+# With this variable, each start creates a new store on its first rank.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 exec "${PYTHON:-python}" -m torch.distributed.run \

@@ -1,5 +1,6 @@
-// Stream capture: CUDA C++ Programming Guide, "Creating a Graph Using Stream Capture", and the reference of
-// cudaStreamBeginCapture, cudaThreadExchangeStreamCaptureMode, cudaStreamEndCapture and of the error codes.
+// Stream capture: CUDA C++ Programming Guide, "Creating a Graph Using Stream Capture", and the
+// reference of cudaStreamBeginCapture, cudaThreadExchangeStreamCaptureMode, cudaStreamEndCapture
+// and of the error codes.
 #include <algorithm>
 
 #include "state.h"
@@ -19,12 +20,15 @@ cudaError_t unsafe(const char* api) {
   for (auto& [id, capture] : state().captures) {
     const bool mine = capture->thread == std::this_thread::get_id();
     if ((mine && capture->mode != cudaStreamCaptureModeRelaxed) ||
-        (!mine && capture->mode == cudaStreamCaptureModeGlobal && self().mode == cudaStreamCaptureModeGlobal)) {
+        (!mine && capture->mode == cudaStreamCaptureModeGlobal &&
+         self().mode == cudaStreamCaptureModeGlobal)) {
       forbidden = true;
-      invalidate(capture, std::string(api) + (mine ? " in the capturing thread" : " in another thread"));
+      invalidate(
+          capture, std::string(api) + (mine ? " in the capturing thread" : " in another thread"));
     }
   }
-  return forbidden ? fail(api, cudaErrorStreamCaptureUnsupported, "unsafe while capturing") : cudaSuccess;
+  return forbidden ? fail(api, cudaErrorStreamCaptureUnsupported, "unsafe while capturing")
+                   : cudaSuccess;
 }
 
 static Capture* of_blocking_streams(int device) {
@@ -38,7 +42,8 @@ static Capture* of_blocking_streams(int device) {
 cudaError_t legacy_use(const char* api, Stream* stream) {
   Capture* capture = stream->legacy ? of_blocking_streams(stream->device) : nullptr;
   if (!capture) return cudaSuccess;
-  invalidate(capture, std::string(api) + " on the legacy stream while a blocking stream is captured");
+  invalidate(
+      capture, std::string(api) + " on the legacy stream while a blocking stream is captured");
   return fail(api, cudaErrorStreamCaptureImplicit);
 }
 
@@ -49,7 +54,8 @@ cudaError_t device_wide(const char* api, int device) {
       invalidate(capture, std::string(api) + " of the device");
       any = true;
     }
-  return any ? fail(api, cudaErrorStreamCaptureUnsupported, "the device has a capturing stream") : cudaSuccess;
+  return any ? fail(api, cudaErrorStreamCaptureUnsupported, "the device has a capturing stream")
+             : cudaSuccess;
 }
 
 static void leave(Capture* capture) {
@@ -66,7 +72,8 @@ static std::set<Node*> with_ancestors(const std::vector<Node*>& of) {
   while (!stack.empty()) {
     Node* node = stack.back();
     stack.pop_back();
-    if (seen.insert(node).second) stack.insert(stack.end(), node->before.begin(), node->before.end());
+    if (seen.insert(node).second)
+      stack.insert(stack.end(), node->before.begin(), node->before.end());
   }
   return seen;
 }
@@ -101,7 +108,8 @@ API cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* out) {
   if (!s) FAIL(cudaErrorInvalidResourceHandle);
   Capture* capture = s->capture;
   if (!capture) FAIL(cudaErrorIllegalState, "the stream is not capturing");
-  if (capture->mode != cudaStreamCaptureModeRelaxed && capture->thread != std::this_thread::get_id())
+  if (capture->mode != cudaStreamCaptureModeRelaxed &&
+      capture->thread != std::this_thread::get_id())
     FAIL(cudaErrorStreamCaptureWrongThread);
   if (capture->origin != s) {
     invalidate(capture, "ended in another stream than it began");
@@ -111,7 +119,8 @@ API cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* out) {
   std::string unjoined;
   for (Stream* each : capture->streams)
     for (Node* node : each->nodes)
-      if (!joined.count(node)) unjoined = node->work.name + " on stream " + std::to_string(each->index);
+      if (!joined.count(node))
+        unjoined = node->work.name + " on stream " + std::to_string(each->index);
   leave(capture);
   if (capture->broken) FAIL(cudaErrorStreamCaptureInvalidated, capture->why.c_str());
   if (!unjoined.empty()) {
@@ -126,14 +135,15 @@ API cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStat
   Stream* s = find(stream);
   if (!s) FAIL(cudaErrorInvalidResourceHandle);
   if (s->legacy && of_blocking_streams(s->device)) FAIL(cudaErrorStreamCaptureImplicit);
-  *status = !s->capture           ? cudaStreamCaptureStatusNone
-            : s->capture->broken ? cudaStreamCaptureStatusInvalidated
-                                 : cudaStreamCaptureStatusActive;
+  *status = !s->capture    ? cudaStreamCaptureStatusNone
+      : s->capture->broken ? cudaStreamCaptureStatusInvalidated
+                           : cudaStreamCaptureStatusActive;
   return cudaSuccess;
 }
-API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long* id,
-                                         cudaGraph_t* graph, const cudaGraphNode_t** before,
-                                         const cudaGraphEdgeData** edges, size_t* count) {
+API cudaError_t cudaStreamGetCaptureInfo(
+    cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long* id,
+    cudaGraph_t* graph, const cudaGraphNode_t** before, const cudaGraphEdgeData** edges,
+    size_t* count) {
   ENTER();
   TRY(cudaStreamIsCapturing(stream, status));
   Stream* s = find(stream);
@@ -145,8 +155,9 @@ API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureS
   if (count) *count = s->nodes.size();
   return cudaSuccess;
 }
-API cudaError_t cudaStreamUpdateCaptureDependencies(cudaStream_t stream, cudaGraphNode_t* nodes,
-                                                    const cudaGraphEdgeData*, size_t count, unsigned flags) {
+API cudaError_t cudaStreamUpdateCaptureDependencies(
+    cudaStream_t stream, cudaGraphNode_t* nodes, const cudaGraphEdgeData*, size_t count,
+    unsigned flags) {
   ENTER();
   Stream* s = find(stream);
   if (!s || !s->capture) FAIL(cudaErrorIllegalState);

@@ -16,7 +16,9 @@ int launch(const char* name, cudaStream_t stream) {
 
 extern "C" {
 // What build.py lets every function call that is not here.
-int hostcuda_cublas_launch(const char* name, Handle* handle) { return launch(name, handle->stream); }
+int hostcuda_cublas_launch(const char* name, Handle* handle) {
+  return launch(name, handle->stream);
+}
 
 int cublasCreate_v2(Handle** handle) { return *handle = new Handle, 0; }
 int cublasDestroy_v2(Handle* handle) { return delete handle, 0; }
@@ -36,7 +38,9 @@ int cublasLtMatmulDescSetAttribute(void*, int, const void*, size_t) { return 0; 
 int cublasLtMatmulPreferenceCreate(void** made) { return *made = new int(0), 0; }
 int cublasLtMatmulPreferenceDestroy(void* made) { return delete (int*)made, 0; }
 int cublasLtMatmulPreferenceSetAttribute(void*, int, const void*, size_t) { return 0; }
-int cublasLtMatrixLayoutCreate(void** made, int, uint64_t, uint64_t, int64_t) { return *made = new int(0), 0; }
+int cublasLtMatrixLayoutCreate(void** made, int, uint64_t, uint64_t, int64_t) {
+  return *made = new int(0), 0;
+}
 int cublasLtMatrixLayoutDestroy(void* made) { return delete (int*)made, 0; }
 int cublasLtMatrixLayoutSetAttribute(void*, int, const void*, size_t) { return 0; }
 
@@ -47,12 +51,14 @@ struct Heuristic {  // cublasLtMatmulHeuristicResult_t
   float waves;
   int reserved[4];
 };
-int cublasLtMatmulAlgoGetHeuristic(void*, void*, void*, void*, void*, void*, void*, int, Heuristic* results, int* found) {
+int cublasLtMatmulAlgoGetHeuristic(
+    void*, void*, void*, void*, void*, void*, void*, int, Heuristic* results, int* found) {
   results[0] = {};
   return *found = 1, 0;
 }
-int cublasLtMatmul(void*, void*, const void*, const void*, void*, const void*, void*, const void*, const void*, void*,
-                   void*, void*, const void*, void*, size_t, cudaStream_t stream) {
+int cublasLtMatmul(
+    void*, void*, const void*, const void*, void*, const void*, void*, const void*, const void*,
+    void*, void*, void*, const void*, void*, size_t, cudaStream_t stream) {
   return launch("cublasLtMatmul", stream);
 }
 }

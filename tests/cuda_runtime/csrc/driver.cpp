@@ -39,16 +39,20 @@ CUresult cuGetErrorName(CUresult error, const char** text) {
 CUresult cuPointerGetAttribute(void* value, CUpointer_attribute attribute, CUdeviceptr pointer) {
   cudaPointerAttributes found;
   cudaPointerGetAttributes(&found, (void*)pointer);
-  if (attribute == CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL) return *(int*)value = found.device, CUDA_SUCCESS;
+  if (attribute == CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL)
+    return *(int*)value = found.device, CUDA_SUCCESS;
   hostcuda::unsupported("cuPointerGetAttribute");
   return CUDA_ERROR_NOT_SUPPORTED;
 }
 
-// Virtual memory. A handle is the device that it is for: memory counts while it is mapped, at one place.
-CUresult cuMemGetAllocationGranularity(size_t* size, const CUmemAllocationProp*, CUmemAllocationGranularity_flags) {
+// Virtual memory. A handle is the device that it is for: memory counts while it is mapped, at one
+// place.
+CUresult cuMemGetAllocationGranularity(
+    size_t* size, const CUmemAllocationProp*, CUmemAllocationGranularity_flags) {
   return *size = 2 << 20, CUDA_SUCCESS;
 }
-CUresult cuMemAddressReserve(CUdeviceptr* address, size_t size, size_t, CUdeviceptr, unsigned long long) {
+CUresult cuMemAddressReserve(
+    CUdeviceptr* address, size_t size, size_t, CUdeviceptr, unsigned long long) {
   int device;
   cudaGetDevice(&device);
   *address = (CUdeviceptr)hostcuda::reserve_addresses(size, device);
@@ -59,14 +63,19 @@ CUresult cuMemAddressFree(CUdeviceptr address, size_t size) {
   cudaGetDevice(&device);
   return hostcuda::free_addresses((void*)address, size, device), CUDA_SUCCESS;
 }
-CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t, const CUmemAllocationProp* kind, unsigned long long) {
+CUresult cuMemCreate(
+    CUmemGenericAllocationHandle* handle, size_t, const CUmemAllocationProp* kind,
+    unsigned long long) {
   return *handle = 1 + kind->location.id, CUDA_SUCCESS;
 }
 CUresult cuMemRelease(CUmemGenericAllocationHandle) { return CUDA_SUCCESS; }
-CUresult cuMemMap(CUdeviceptr at, size_t size, size_t, CUmemGenericAllocationHandle handle, unsigned long long) {
+CUresult cuMemMap(
+    CUdeviceptr at, size_t size, size_t, CUmemGenericAllocationHandle handle, unsigned long long) {
   return (CUresult)hostcuda::map_memory((void*)at, size, int(handle) - 1);
 }
-CUresult cuMemSetAccess(CUdeviceptr, size_t, const CUmemAccessDesc*, size_t) { return CUDA_SUCCESS; }
+CUresult cuMemSetAccess(CUdeviceptr, size_t, const CUmemAccessDesc*, size_t) {
+  return CUDA_SUCCESS;
+}
 CUresult cuMemUnmap(CUdeviceptr address, size_t size) {
   return (CUresult)hostcuda::unmap_memory((void*)address, size);
 }

@@ -1,7 +1,8 @@
 // The order in which work runs.
 //
-// Work depends on work: on what its stream was given before, on the events that its stream waited for, on what
-// the host had waited for when it was launched. Any order that respects this is one that a device may take.
+// Work depends on work: on what its stream was given before, on the events that its stream waited
+// for, on what the host had waited for when it was launched. Any order that respects this is one
+// that a device may take.
 #include <dlfcn.h>
 #include <unistd.h>
 
@@ -14,8 +15,9 @@ namespace hostcuda {
 
 void add(Point& point, const Point& other) {
   for (const ItemPtr& item : other) {
-    auto same = std::find_if(point.begin(), point.end(),
-                             [&](const ItemPtr& each) { return each->work.stream == item->work.stream; });
+    auto same = std::find_if(point.begin(), point.end(), [&](const ItemPtr& each) {
+      return each->work.stream == item->work.stream;
+    });
     if (same == point.end()) point.push_back(item);
     else if ((*same)->id < item->id) *same = item;
   }
@@ -33,11 +35,13 @@ Point before_next(Stream* stream) {
   return before;
 }
 
-// What stands for work where memory has no values: it moves nothing and asks no other rank. The host reads zeros.
+// What stands for work where memory has no values: it moves nothing and asks no other rank. The
+// host reads zeros.
 static std::function<Body()> without_values(const Work& work) {
   return doing([ranges = work.ranges] {
     for (const Range& each : ranges)
-      if (each.write && !is_device_address(each.ptr)) memset(const_cast<void*>(each.ptr), 0, each.size);
+      if (each.write && !is_device_address(each.ptr))
+        memset(const_cast<void*>(each.ptr), 0, each.size);
   });
 }
 
@@ -90,7 +94,9 @@ std::vector<ItemPtr> plan(Point goals) {
   };
   std::vector<Frame> stack;
   auto arranged = [&](std::vector<ItemPtr> items) {  // taken from the back
-    std::sort(items.begin(), items.end(), [](const ItemPtr& a, const ItemPtr& b) { return a->id < b->id; });
+    std::sort(items.begin(), items.end(), [](const ItemPtr& a, const ItemPtr& b) {
+      return a->id < b->id;
+    });
     if (s.order == Order::host) std::reverse(items.begin(), items.end());
     if (s.order == Order::random) std::shuffle(items.begin(), items.end(), s.random);
     return items;
@@ -110,14 +116,16 @@ std::vector<ItemPtr> plan(Point goals) {
       }
       ItemPtr next = top.before.back();
       top.before.pop_back();
-      if (!next->done && seen.insert(next.get()).second) stack.push_back({next, arranged(next->before)});
+      if (!next->done && seen.insert(next.get()).second)
+        stack.push_back({next, arranged(next->before)});
     }
   }
   return order;
 }
 
 bool is_ready(const Item& item) {
-  return std::all_of(item.before.begin(), item.before.end(), [](const ItemPtr& each) { return each->done; });
+  return std::all_of(
+      item.before.begin(), item.before.end(), [](const ItemPtr& each) { return each->done; });
 }
 
 bool sleeps(const Item& item) { return item.work.name.find("spin_kernel") != std::string::npos; }
@@ -127,11 +135,13 @@ class WithoutPython {
  public:
   WithoutPython() {
     static const auto holds = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "PyGILState_Check"));
-    static const auto let_go = reinterpret_cast<void* (*)()>(dlsym(RTLD_DEFAULT, "PyEval_SaveThread"));
+    static const auto let_go =
+        reinterpret_cast<void* (*)()>(dlsym(RTLD_DEFAULT, "PyEval_SaveThread"));
     if (holds && holds()) thread_ = let_go();
   }
   ~WithoutPython() {
-    static const auto take = reinterpret_cast<void (*)(void*)>(dlsym(RTLD_DEFAULT, "PyEval_RestoreThread"));
+    static const auto take =
+        reinterpret_cast<void (*)(void*)>(dlsym(RTLD_DEFAULT, "PyEval_RestoreThread"));
     if (thread_) take(thread_);
   }
 
@@ -153,8 +163,9 @@ void wait_for_body(std::unique_lock<std::recursive_mutex>& lock) {
   }
 }
 
-// Runs what is ready of a plan; returns whether anything was done. If nobody waits for it, a stream that sleeps
-// (torch.cuda._sleep) goes on sleeping, and an operator that is still launching is let be.
+// Runs what is ready of a plan; returns whether anything was done. If nobody waits for it, a stream
+// that sleeps (torch.cuda._sleep) goes on sleeping, and an operator that is still launching is let
+// be.
 bool run(const std::vector<ItemPtr>& plan, bool is_waited_for) {
   State& s = state();
   bool progress = false;
@@ -162,7 +173,8 @@ bool run(const std::vector<ItemPtr>& plan, bool is_waited_for) {
     Body over;  // destroyed without the lock: it may hold tensors, whose end may need Python's
     std::unique_lock<std::recursive_mutex> lock(s.mutex);
     wait_for_body(lock);
-    if (item->done || ((item->open || sleeps(*item)) && !is_waited_for) || !is_ready(*item)) continue;
+    if (item->done || ((item->open || sleeps(*item)) && !is_waited_for) || !is_ready(*item))
+      continue;
     bool done = true;
     if (item->body) {
       s.running = true;
@@ -243,12 +255,14 @@ void finish_all(int limit_ms) {
   Point all;
   {
     std::lock_guard<std::recursive_mutex> lock(state().mutex);
-    for (Stream* each : state().streams) all.insert(all.end(), each->tail.begin(), each->tail.end());
+    for (Stream* each : state().streams)
+      all.insert(all.end(), each->tail.begin(), each->tail.end());
   }
   while (!try_for(all, true) && std::chrono::steady_clock::now() < until) usleep(100);
 }
 
-// -- operators ------------------------------------------------------------------------------------------------
+// -- operators
+// -------------------------------------------------------------------------------------------------
 
 void begin_operator(uint64_t label) {
   self().label = label;
@@ -273,10 +287,13 @@ bool wants_ranges() { return state().tracing; }
 void end_operator(const char* name, std::vector<Range> ranges, std::function<Body()> start) {
   Call call("operator");
   Thread& me = self();
-  if (name && (state().tracing || me.launched.captured)) state().operators[me.label] = {name, std::move(ranges)};
+  if (name && (state().tracing || me.launched.captured))
+    state().operators[me.label] = {name, std::move(ranges)};
   if (start && me.last_node) me.last_node->work.start = start;
   else if (start && me.last_item && !me.last_item->done) {
-    me.last_item->body = [first = std::move(me.last_item->body), body = start()] { return (!first || first()) && body(); };
+    me.last_item->body = [first = std::move(me.last_item->body), body = start()] {
+      return (!first || first()) && body();
+    };
   }
   for (const ItemPtr& item : me.open) item->open = false;
   me.open.clear();

@@ -47,8 +47,8 @@ API cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t* nodes, siz
   *count = g->nodes.size();
   return cudaSuccess;
 }
-API cudaError_t cudaGraphNodeGetDependencies(cudaGraphNode_t node, cudaGraphNode_t* before, cudaGraphEdgeData* edges,
-                                             size_t* count) {
+API cudaError_t cudaGraphNodeGetDependencies(
+    cudaGraphNode_t node, cudaGraphNode_t* before, cudaGraphEdgeData* edges, size_t* count) {
   ENTER();
   Node* n = as_node(node);
   if (before)
@@ -59,7 +59,8 @@ API cudaError_t cudaGraphNodeGetDependencies(cudaGraphNode_t node, cudaGraphNode
   *count = n->before.size();
   return cudaSuccess;
 }
-API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* out, cudaGraph_t graph, unsigned long long) {
+API cudaError_t
+cudaGraphInstantiateWithFlags(cudaGraphExec_t* out, cudaGraph_t graph, unsigned long long) {
   ENTER();
   TRY(unsafe(call_.api));
   Graph* g = as_graph(graph);
@@ -79,7 +80,8 @@ API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* out, cudaGraph_t 
   state().execs.push_back(std::move(exec));
   return cudaSuccess;
 }
-API cudaError_t cudaGraphInstantiate(cudaGraphExec_t* out, cudaGraph_t graph, unsigned long long flags) {
+API cudaError_t
+cudaGraphInstantiate(cudaGraphExec_t* out, cudaGraph_t graph, unsigned long long flags) {
   return cudaGraphInstantiateWithFlags(out, graph, flags);
 }
 API cudaError_t cudaGraphLaunch(cudaGraphExec_t handle, cudaStream_t stream) {
@@ -94,7 +96,9 @@ API cudaError_t cudaGraphLaunch(cudaGraphExec_t handle, cudaStream_t stream) {
     if (each.label && known != state().operators.end()) ranges = &known->second.second;
     for (auto& range : *ranges)
       if (is_device_address(range.ptr) && !is_allocated(range.ptr))
-        finding("graph " + std::to_string(exec->id) + ": " + each.kind + " " + each.name + " uses freed memory");
+        finding(
+            "graph " + std::to_string(exec->id) + ": " + each.kind + " " + each.name +
+            " uses freed memory");
   }
   ++exec->launches;
   if (s->capture) {
@@ -121,19 +125,23 @@ API cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
   Graph* g = as_graph(graph);
   if (!g || !state().graphs.erase(g->id)) FAIL(cudaErrorInvalidValue);
   for (Event* e : state().events)
-    e->nodes.erase(std::remove_if(e->nodes.begin(), e->nodes.end(), [g](Node* n) { return n->graph == g; }),
-                   e->nodes.end());
+    e->nodes.erase(
+        std::remove_if(e->nodes.begin(), e->nodes.end(), [g](Node* n) { return n->graph == g; }),
+        e->nodes.end());
   over.reset(g);
   return cudaSuccess;
 }
-// An object belongs to its creator, until that releases it or gives it to a graph; and to each graph that keeps it.
-API cudaError_t cudaUserObjectCreate(cudaUserObject_t* out, void* pointer, cudaHostFn_t destroy, unsigned, unsigned) {
+// An object belongs to its creator, until that releases it or gives it to a graph; and to each
+// graph that keeps it.
+API cudaError_t cudaUserObjectCreate(
+    cudaUserObject_t* out, void* pointer, cudaHostFn_t destroy, unsigned, unsigned) {
   return *out = reinterpret_cast<cudaUserObject_t>(new Kept(pointer, destroy)), cudaSuccess;
 }
 API cudaError_t cudaUserObjectRelease(cudaUserObject_t object, unsigned) {
   return delete reinterpret_cast<Kept*>(object), cudaSuccess;
 }
-API cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t object, unsigned, unsigned flags) {
+API cudaError_t
+cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t object, unsigned, unsigned flags) {
   ENTER();
   auto* kept = reinterpret_cast<Kept*>(object);
   as_graph(graph)->kept.push_back(*kept);
@@ -146,7 +154,9 @@ API cudaError_t cudaGraphDebugDotPrint(cudaGraph_t graph, const char* path, unsi
   if (!file) FAIL(cudaErrorInvalidValue);
   fprintf(file, "digraph dot {\n");
   for (auto& node : as_graph(graph)->nodes) {
-    fprintf(file, "n%lu [label=%s];\n", node->id, quoted(node->work.kind + " " + node->work.name).c_str());
+    fprintf(
+        file, "n%lu [label=%s];\n", node->id,
+        quoted(node->work.kind + " " + node->work.name).c_str());
     for (Node* before : node->before) fprintf(file, "n%lu -> n%lu;\n", before->id, node->id);
   }
   fprintf(file, "}\n");

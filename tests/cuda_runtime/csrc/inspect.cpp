@@ -11,9 +11,9 @@ const char* kept(std::string text) {
 }
 
 std::string described(const Work& work) {
-  std::string out = "\"kind\":" + quoted(work.kind) + ",\"name\":" + quoted(work.name) + ",\"config\":" +
-                    quoted(work.config) + ",\"stream\":" + std::to_string(work.stream) +
-                    ",\"label\":" + std::to_string(work.label);
+  std::string out = "\"kind\":" + quoted(work.kind) + ",\"name\":" + quoted(work.name) +
+      ",\"config\":" + quoted(work.config) + ",\"stream\":" + std::to_string(work.stream) +
+      ",\"label\":" + std::to_string(work.label);
   const std::vector<Range>* ranges = &work.ranges;
   auto found = work.label ? state().operators.find(work.label) : state().operators.end();
   if (found != state().operators.end()) {
@@ -23,7 +23,7 @@ std::string described(const Work& work) {
   out += ",\"ranges\":[";
   for (size_t i = 0; i < ranges->size(); ++i)
     out += (i ? ",[" : "[") + std::to_string(uintptr_t((*ranges)[i].ptr)) + "," +
-           std::to_string((*ranges)[i].size) + "," + ((*ranges)[i].write ? "1]" : "0]");
+        std::to_string((*ranges)[i].size) + "," + ((*ranges)[i].write ? "1]" : "0]");
   return out + "]";
 }
 
@@ -68,7 +68,8 @@ API const char* hostcuda_findings(int forget) {
 API const char* hostcuda_calls() {
   Guard guard(state().mutex);
   std::string out = "{";
-  for (auto& [name, count] : state().calls) out += (out.size() > 1 ? "," : "") + quoted(name) + ":" + std::to_string(count);
+  for (auto& [name, count] : state().calls)
+    out += (out.size() > 1 ? "," : "") + quoted(name) + ":" + std::to_string(count);
   return kept(out + "}");
 }
 API const char* hostcuda_exec(int index) {
@@ -76,18 +77,20 @@ API const char* hostcuda_exec(int index) {
   if (index < 0) index += int(state().execs.size());
   if (index < 0 || index >= int(state().execs.size())) return kept("null");
   Exec& exec = *state().execs[index];
-  std::string out = "{\"id\":" + std::to_string(exec.id) + ",\"launches\":" + std::to_string(exec.launches) +
-                    ",\"alive\":" + (exec.alive ? "true" : "false") + ",\"nodes\":[";
+  std::string out = "{\"id\":" + std::to_string(exec.id) +
+      ",\"launches\":" + std::to_string(exec.launches) +
+      ",\"alive\":" + (exec.alive ? "true" : "false") + ",\"nodes\":[";
   for (size_t i = 0; i < exec.work.size(); ++i)
-    out += (i ? ",{" : "{") + described(exec.work[i]) + ",\"before\":" + listed(exec.before[i]) + "}";
+    out +=
+        (i ? ",{" : "{") + described(exec.work[i]) + ",\"before\":" + listed(exec.before[i]) + "}";
   return kept(out + "]}");
 }
 API const char* hostcuda_log() {
   Guard guard(state().mutex);
   std::string out = "[";
   for (auto& each : state().log)
-    out += (out.size() > 1 ? ",{" : "{") + described(each.work) + ",\"id\":" + std::to_string(each.id) +
-           ",\"before\":" + listed(each.before) + "}";
+    out += (out.size() > 1 ? ",{" : "{") + described(each.work) +
+        ",\"id\":" + std::to_string(each.id) + ",\"before\":" + listed(each.before) + "}";
   return kept(out + "]");
 }
 API void* hostcuda_on_host(void* pointer) { return on_host(pointer); }

@@ -26,7 +26,8 @@ using Body = std::function<bool()>;
 struct Work {
   std::string kind, name, config;
   std::vector<Range> ranges;
-  std::function<Body()> start;  // called when the host launches the work, at each replay again; may be empty
+  std::function<Body()>
+      start;  // called when the host launches the work, at each replay again; may be empty
   const void* in_line = nullptr;  // work with the same one runs in the order of its launches
   uint64_t label = 0;             // the operator that launched it, if one did
   int stream = 0;
@@ -44,7 +45,8 @@ HOSTCUDA cudaError_t give(Work work, cudaStream_t stream);
 // Blocks until everything that was given to all streams is done, or for so many milliseconds.
 HOSTCUDA void finish_all(int limit_ms);
 
-// Runs what can run without waiting of the first work of a line (`Work::in_line`) and of what is before it.
+// Runs what can run without waiting of the first work of a line (`Work::in_line`) and of what is
+// before it.
 HOSTCUDA void advance(const void* line);
 
 // The address at which the host may read and write device memory; other addresses as they are.
@@ -57,9 +59,10 @@ HOSTCUDA void free_addresses(void* pointer, size_t size, int device);
 HOSTCUDA cudaError_t map_memory(void* pointer, size_t size, int device);
 HOSTCUDA cudaError_t unmap_memory(void* pointer, size_t size);
 
-// Of torch's caching allocator, which calls no function of CUDA's: memory was freed, memory was lent, memory went back to
-// CUDA. What is lent was another's before, as far as its stream has come, and so is what was freed for the same stream:
-// where the stream is then, neither holds values any more. Other streams that use it need an order with this one.
+// Of torch's caching allocator, which calls no function of CUDA's: memory was freed, memory was
+// lent, memory went back to CUDA. What is lent was another's before, as far as its stream has come,
+// and so is what was freed for the same stream: where the stream is then, neither holds values any
+// more. Other streams that use it need an order with this one.
 HOSTCUDA void freed(const void* pointer, size_t size, cudaStream_t stream);
 HOSTCUDA void allocated(const void* pointer, size_t size, cudaStream_t stream);
 HOSTCUDA void returned(const void* pointer, size_t size);
@@ -76,9 +79,11 @@ struct Launched {
   bool computes = false;             // they have their values themselves
 };
 HOSTCUDA void begin_operator(uint64_t label);
-// Gives what was launched since `begin_operator` its values: `start` is that of the last piece of work.
+// Gives what was launched since `begin_operator` its values: `start` is that of the last piece of
+// work.
 HOSTCUDA Launched launched();
-HOSTCUDA void end_operator(const char* name, std::vector<Range> ranges, std::function<Body()> start);
+HOSTCUDA void end_operator(
+    const char* name, std::vector<Range> ranges, std::function<Body()> start);
 HOSTCUDA bool wants_ranges();
 // Blocks until the stream is done that this thread's last operator has given work.
 HOSTCUDA void finish_launched();

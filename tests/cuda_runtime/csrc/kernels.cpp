@@ -1,4 +1,5 @@
-// Kernels: registered by the constructors of libraries that nvcc compiled, and launched by their host functions.
+// Kernels: registered by the constructors of libraries that nvcc compiled, and launched by their
+// host functions.
 #include <cxxabi.h>
 #include <dlfcn.h>
 
@@ -14,7 +15,8 @@ namespace hostcuda {
 namespace {
 constexpr size_t MOST_SHARED = 232448, MOST_THREADS = 1024;
 
-// -- kernels that were compiled for the host, too -------------------------------------------------------------
+// -- kernels that were compiled for the host, too
+// -------------------------------------------------------------
 
 using Run = void(void* const* arguments, unsigned grid_x, unsigned grid_y, unsigned threads);
 struct HostKernel {
@@ -27,7 +29,8 @@ std::map<std::string, HostKernel>& host_kernels() {
   return *all;
 }
 
-// The name of a kernel without what it returns and takes, which a type that stands for it may not have.
+// The name of a kernel without what it returns and takes, which a type that stands for it may not
+// have.
 std::string plain_name(const char* mangled) {
   char* demangled = abi::__cxa_demangle(mangled, nullptr, nullptr, nullptr);
   std::string name = demangled ? demangled : mangled;
@@ -55,16 +58,18 @@ const HostKernel* host_kernel(const char* mangled) {
   if (is_new) {
     auto found = host_kernels().find(plain_name(mangled));
     if (found != host_kernels().end()) it->second = &found->second;
-    else if (strstr(mangled, "9shardgrad")) finding(std::string("not compiled for the host: ") + mangled);
+    else if (strstr(mangled, "9shardgrad"))
+      finding(std::string("not compiled for the host: ") + mangled);
   }
   return it->second;
 }
 
 using Words = std::vector<std::vector<uint64_t>>;  // a vector for each argument
 
-// Runs the kernel with the arguments as they are now. What looks like an address of the device is one, and has to be
-// allocated whenever the work is launched.
-std::function<Body()> with_arguments(const HostKernel& kernel, const char* name, void** args, dim3 grid, dim3 block) {
+// Runs the kernel with the arguments as they are now. What looks like an address of the device is
+// one, and has to be allocated whenever the work is launched.
+std::function<Body()> with_arguments(
+    const HostKernel& kernel, const char* name, void** args, dim3 grid, dim3 block) {
   auto words = std::make_shared<Words>();
   for (size_t i = 0; i < kernel.sizes.size(); ++i) {
     words->emplace_back((kernel.sizes[i] + 7) / 8);
@@ -77,7 +82,8 @@ std::function<Body()> with_arguments(const HostKernel& kernel, const char* name,
       for (uint64_t& word : argument) {
         auto* pointer = reinterpret_cast<void*>(word);
         if (!is_device_address(pointer)) continue;
-        if (!is_allocated(pointer)) finding(plain_name(name) + " is given memory that is not allocated");
+        if (!is_allocated(pointer))
+          finding(plain_name(name) + " is given memory that is not allocated");
         word = reinterpret_cast<uint64_t>(on_host(pointer));
       }
     return [=] {
@@ -85,29 +91,32 @@ std::function<Body()> with_arguments(const HostKernel& kernel, const char* name,
       for (auto& argument : *moved) pointers.push_back(argument.data());
       try {
         run(pointers.data(), grid.x, grid.y, block.x);
-      } catch (const std::exception& error) {
-        finding(plain_name(name) + ": " + error.what());
-      }
+      } catch (const std::exception& error) { finding(plain_name(name) + ": " + error.what()); }
       return true;
     };
   };
 }
 
-// -- launches -------------------------------------------------------------------------------------------------
+// -- launches
+// -------------------------------------------------------------------------------------------------
 
-cudaError_t launch(const char* api, const void* function, dim3 grid, dim3 block, void** args, size_t shared,
-                   cudaStream_t stream) {
+cudaError_t launch(
+    const char* api, const void* function, dim3 grid, dim3 block, void** args, size_t shared,
+    cudaStream_t stream) {
   Stream* s = find(stream);
   if (!s) return fail(api, cudaErrorInvalidResourceHandle, "unknown stream");
-  if (s->device != self().device) return fail(api, cudaErrorInvalidResourceHandle, "a stream of another device");
+  if (s->device != self().device)
+    return fail(api, cudaErrorInvalidResourceHandle, "a stream of another device");
   auto found = state().kernels.find(function);
   if (found == state().kernels.end()) return fail(api, cudaErrorInvalidDeviceFunction);
   const size_t threads = size_t(block.x) * block.y * block.z;
-  if (!grid.x || !grid.y || !grid.z || !threads || threads > MOST_THREADS || grid.y > 65535 || grid.z > 65535 ||
-      shared > MOST_SHARED)
+  if (!grid.x || !grid.y || !grid.z || !threads || threads > MOST_THREADS || grid.y > 65535 ||
+      grid.z > 65535 || shared > MOST_SHARED)
     return fail(api, cudaErrorInvalidConfiguration, found->second);
   char config[120];
-  snprintf(config, sizeof config, "%ux%ux%u/%ux%ux%u/%zu", grid.x, grid.y, grid.z, block.x, block.y, block.z, shared);
+  snprintf(
+      config, sizeof config, "%ux%ux%u/%ux%ux%u/%zu", grid.x, grid.y, grid.z, block.x, block.y,
+      block.z, shared);
   Work work{"kernel", found->second, config};
   if (const HostKernel* kernel = host_kernel(found->second)) {
     work.start = with_arguments(*kernel, found->second, args, grid, block);
@@ -119,7 +128,8 @@ cudaError_t launch(const char* api, const void* function, dim3 grid, dim3 block,
 std::pair<void*, size_t>* variable(const void* symbol) {
   auto found = state().variables.find(symbol);
   if (found == state().variables.end()) return nullptr;
-  if (!found->second.first) allocate("variable", &found->second.first, found->second.second, self().device);
+  if (!found->second.first)
+    allocate("variable", &found->second.first, found->second.second, self().device);
   return &found->second;
 }
 }  // namespace
@@ -132,8 +142,8 @@ API void** __cudaRegisterFatBinary(void* binary) { return new void*[2]{binary, n
 API void __cudaRegisterFatBinaryEnd(void**) {}
 API void __cudaUnregisterFatBinary(void**) {}
 API char __cudaInitModule(void**) { return 1; }
-API void __cudaRegisterFunction(void**, const char* host, char*, const char* name, int, uint3*, uint3*, dim3*, dim3*,
-                                int*) {
+API void __cudaRegisterFunction(
+    void**, const char* host, char*, const char* name, int, uint3*, uint3*, dim3*, dim3*, int*) {
   std::lock_guard<std::recursive_mutex> lock(state().mutex);
   state().kernels[host] = name;
 }
@@ -148,14 +158,16 @@ API cudaError_t cudaGetSymbolAddress(void** out, const void* symbol) {
   if (!found) FAIL(cudaErrorInvalidValue);
   return *out = found->first, cudaSuccess;
 }
-API cudaError_t cudaMemcpyToSymbol(const void* symbol, const void* src, size_t size, size_t offset, cudaMemcpyKind) {
+API cudaError_t cudaMemcpyToSymbol(
+    const void* symbol, const void* src, size_t size, size_t offset, cudaMemcpyKind) {
   ENTER();
   TRY(unsafe(call_.api));
   auto* found = variable(symbol);
   if (!found) FAIL(cudaErrorInvalidValue);
   return copy(call_.api, (char*)found->first + offset, src, size, find(nullptr));
 }
-API unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, cudaStream_t stream) {
+API unsigned __cudaPushCallConfiguration(
+    dim3 grid, dim3 block, size_t shared, cudaStream_t stream) {
   self().pushed.push_back({grid, block, shared, stream});
   return 0;
 }
@@ -169,22 +181,25 @@ API cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shar
 API cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) {
   return *kernel = (cudaKernel_t)function, cudaSuccess;
 }
-API cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** args, size_t shared,
-                                   cudaStream_t stream) {
+API cudaError_t __cudaLaunchKernel(
+    cudaKernel_t kernel, dim3 grid, dim3 block, void** args, size_t shared, cudaStream_t stream) {
   Call call_("cudaLaunchKernel");
   return launch(call_.api, kernel, grid, block, args, shared, stream);
 }
-API cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, void** args, size_t shared,
-                                 cudaStream_t stream) {
+API cudaError_t cudaLaunchKernel(
+    const void* function, dim3 grid, dim3 block, void** args, size_t shared, cudaStream_t stream) {
   ENTER();
   return launch(call_.api, function, grid, block, args, shared, stream);
 }
-API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* function, void** args) {
+API cudaError_t
+cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* function, void** args) {
   Call call_("cudaLaunchKernel");
-  return launch(call_.api, function, config->gridDim, config->blockDim, args, config->dynamicSmemBytes, config->stream);
+  return launch(
+      call_.api, function, config->gridDim, config->blockDim, args, config->dynamicSmemBytes,
+      config->stream);
 }
-API cudaError_t cudaLaunchCooperativeKernel(const void* function, dim3 grid, dim3 block, void** args, size_t shared,
-                                            cudaStream_t stream) {
+API cudaError_t cudaLaunchCooperativeKernel(
+    const void* function, dim3 grid, dim3 block, void** args, size_t shared, cudaStream_t stream) {
   Call call_("cudaLaunchKernel");
   return launch(call_.api, function, grid, block, args, shared, stream);
 }
@@ -202,22 +217,25 @@ API cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* a, const void* functio
 }
 API cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute, int) {
   ENTER();
-  return state().kernels.count(function) ? cudaSuccess : fail(call_.api, cudaErrorInvalidDeviceFunction);
+  return state().kernels.count(function) ? cudaSuccess
+                                         : fail(call_.api, cudaErrorInvalidDeviceFunction);
 }
-API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void*, int size, size_t,
-                                                                       unsigned) {
+API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(
+    int* blocks, const void*, int size, size_t, unsigned) {
   return *blocks = std::max(1, std::min(32, 2048 / std::max(1, size))), cudaSuccess;
 }
-API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void* function, int size,
-                                                              size_t shared) {
+API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+    int* blocks, const void* function, int size, size_t shared) {
   return cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(blocks, function, size, shared, 0);
 }
 // Functions of the driver are asked for by name.
-API cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** out, unsigned, unsigned long long,
-                                                 cudaDriverEntryPointQueryResult* result) {
+API cudaError_t cudaGetDriverEntryPointByVersion(
+    const char* symbol, void** out, unsigned, unsigned long long,
+    cudaDriverEntryPointQueryResult* result) {
   static void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
   *out = library ? dlsym(library, symbol) : nullptr;
   if (!*out) unsupported((std::string("driver entry point ") + symbol).c_str());
   if (result) *result = *out ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
-  return *out ? cudaSuccess : fail("cudaGetDriverEntryPointByVersion", cudaErrorNotSupported, symbol);
+  return *out ? cudaSuccess
+              : fail("cudaGetDriverEntryPointByVersion", cudaErrorNotSupported, symbol);
 }

@@ -1,7 +1,8 @@
 // Memory, copies and fills.
 //
-// The memory of a device is a sparse file mapped twice: at the address that programs see nothing can be read or
-// written by the host, as on a real machine, and at a fixed distance the runtime itself reads and writes it.
+// The memory of a device is a sparse file mapped twice: at the address that programs see nothing
+// can be read or written by the host, as on a real machine, and at a fixed distance the runtime
+// itself reads and writes it.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -88,7 +89,8 @@ Stream* stream_of(const void* pointer, cudaStream_t stream) {
 
 cudaError_t fill(const char* api, void* dst, int value, size_t size, Stream* stream) {
   if (size == 0) return cudaSuccess;
-  if (is_device_address(dst) && !is_allocated(dst)) return fail(api, cudaErrorInvalidValue, "not allocated");
+  if (is_device_address(dst) && !is_allocated(dst))
+    return fail(api, cudaErrorInvalidValue, "not allocated");
   Work work{"memset", std::to_string(value), "", {{dst, size, true}}};
   work.start = doing([=] { memset(on_host(dst), value, size); });
   return give(api, stream, std::move(work));
@@ -97,12 +99,15 @@ cudaError_t fill(const char* api, void* dst, int value, size_t size, Stream* str
 
 bool is_device_address(const void* p) { return uintptr_t(p) >= BASE && uintptr_t(p) < BASE + VIEW; }
 bool is_allocated(const void* p) { return allocation_of(p) != state().allocations.end(); }
-void* on_host(const void* p) { return is_device_address(p) ? (void*)(uintptr_t(p) + VIEW) : const_cast<void*>(p); }
+void* on_host(const void* p) {
+  return is_device_address(p) ? (void*)(uintptr_t(p) + VIEW) : const_cast<void*>(p);
+}
 
 bool is_pinned(const void* p) {
   std::lock_guard<std::recursive_mutex> lock(state().mutex);
   auto it = state().pinned.upper_bound(uintptr_t(p));
-  return it != state().pinned.begin() && uintptr_t(p) < std::prev(it)->first + std::prev(it)->second;
+  return it != state().pinned.begin() &&
+      uintptr_t(p) < std::prev(it)->first + std::prev(it)->second;
 }
 
 cudaError_t allocate(const char* api, void** out, size_t size, int device) {
@@ -191,21 +196,30 @@ void returned(const void* pointer, size_t size) {
   std::lock_guard<std::recursive_mutex> lock(state().mutex);
   const uintptr_t start = uintptr_t(pointer);
   for (Stream* each : state().streams) {
-    auto gone = [&](const Range& r) { return uintptr_t(r.ptr) >= start && uintptr_t(r.ptr) < start + size; };
-    each->freed.erase(std::remove_if(each->freed.begin(), each->freed.end(), gone), each->freed.end());
+    auto gone = [&](const Range& r) {
+      return uintptr_t(r.ptr) >= start && uintptr_t(r.ptr) < start + size;
+    };
+    each->freed.erase(
+        std::remove_if(each->freed.begin(), each->freed.end(), gone), each->freed.end());
   }
 }
 
 cudaError_t copy(const char* api, void* dst, const void* src, size_t size, Stream* stream) {
   if (size == 0) return cudaSuccess;
   for (const void* p : {(const void*)dst, src})
-    if (is_device_address(p) && !is_allocated(p)) return fail(api, cudaErrorInvalidValue, "not allocated");
+    if (is_device_address(p) && !is_allocated(p))
+      return fail(api, cudaErrorInvalidValue, "not allocated");
   const bool to_device = is_device_address(dst), from_device = is_device_address(src);
   const bool pageable = (!to_device && !is_pinned(dst)) || (!from_device && !is_pinned(src));
   if (stream && stream->capture && pageable)
     finding("a copy from or to pageable memory was captured: a replay uses the address again");
-  Work work{"memcpy", to_device ? (from_device ? "DtoD" : "HtoD") : "DtoH", "", {{src, size, false}, {dst, size, true}}};
-  if (stream && !stream->capture && !from_device && pageable) {  // such a source may be changed when the call is over
+  Work work{
+      "memcpy",
+      to_device ? (from_device ? "DtoD" : "HtoD") : "DtoH",
+      "",
+      {{src, size, false}, {dst, size, true}}};
+  if (stream && !stream->capture && !from_device &&
+      pageable) {  // such a source may be changed when the call is over
     auto staged = std::make_shared<std::string>((const char*)src, size);
     work.start = doing([=] { memcpy(on_host(dst), staged->data(), size); });
   } else {
@@ -283,9 +297,12 @@ API cudaError_t cudaHostRegister(void* pointer, size_t size, unsigned) {
 API cudaError_t cudaHostUnregister(void* pointer) {
   ENTER();
   TRY(unsafe(call_.api));
-  return state().pinned.erase(uintptr_t(pointer)) ? cudaSuccess : fail(call_.api, cudaErrorInvalidValue);
+  return state().pinned.erase(uintptr_t(pointer)) ? cudaSuccess
+                                                  : fail(call_.api, cudaErrorInvalidValue);
 }
-API cudaError_t cudaHostGetDevicePointer(void** out, void* host, unsigned) { return *out = host, cudaSuccess; }
+API cudaError_t cudaHostGetDevicePointer(void** out, void* host, unsigned) {
+  return *out = host, cudaSuccess;
+}
 API cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* a, const void* pointer) {
   ENTER();
   *a = {};
@@ -305,7 +322,8 @@ API cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* a, const void* p
   }
   return cudaSuccess;
 }
-API cudaError_t cudaMemcpyAsync(void* dst, const void* src, size_t size, cudaMemcpyKind, cudaStream_t stream) {
+API cudaError_t
+cudaMemcpyAsync(void* dst, const void* src, size_t size, cudaMemcpyKind, cudaStream_t stream) {
   Point point;
   {
     ENTER();
@@ -316,7 +334,8 @@ API cudaError_t cudaMemcpyAsync(void* dst, const void* src, size_t size, cudaMem
   }
   return wait_for(point), cudaSuccess;  // into pageable memory: it returns when it is done
 }
-API cudaError_t cudaMemcpyPeerAsync(void* dst, int, const void* src, int, size_t size, cudaStream_t stream) {
+API cudaError_t
+cudaMemcpyPeerAsync(void* dst, int, const void* src, int, size_t size, cudaStream_t stream) {
   ENTER();
   return copy(call_.api, dst, src, size, find(stream));
 }
@@ -332,8 +351,9 @@ API cudaError_t cudaMemcpy(void* dst, const void* src, size_t size, cudaMemcpyKi
   }
   return wait_for(point), cudaSuccess;
 }
-API cudaError_t cudaMemcpy2DAsync(void* dst, size_t dpitch, const void* src, size_t spitch, size_t width,
-                                  size_t height, cudaMemcpyKind, cudaStream_t stream) {
+API cudaError_t cudaMemcpy2DAsync(
+    void* dst, size_t dpitch, const void* src, size_t spitch, size_t width, size_t height,
+    cudaMemcpyKind, cudaStream_t stream) {
   ENTER();
   Work work{"memcpy", "2D", "", {{src, spitch * height, false}, {dst, dpitch * height, true}}};
   work.start = doing([=] {
@@ -363,6 +383,10 @@ API cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int device) {
 API cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t, cudaMemPoolAttr, void* value) {
   return *(uint64_t*)value = 0, cudaSuccess;
 }
-API cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void*) { return cudaSuccess; }
-API cudaError_t cudaMemPoolSetAccess(cudaMemPool_t, const cudaMemAccessDesc*, size_t) { return cudaSuccess; }
+API cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void*) {
+  return cudaSuccess;
+}
+API cudaError_t cudaMemPoolSetAccess(cudaMemPool_t, const cudaMemAccessDesc*, size_t) {
+  return cudaSuccess;
+}
 API cudaError_t cudaMemPoolTrimTo(cudaMemPool_t, size_t) { return cudaSuccess; }

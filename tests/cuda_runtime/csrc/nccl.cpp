@@ -1,8 +1,9 @@
-// libnccl.so.2: what a group launches on a stream is one node, or one piece of eager work, for each communicator.
+// libnccl.so.2: what a group launches on a stream is one node, or one piece of eager work, for each
+// communicator.
 //
-// Ranks are processes of one machine and exchange what they send through files in /dev/shm. Nothing blocks: work
-// whose peers have not come is tried again later, so that other work goes on, as on a device. A thread looks after
-// peers that wait for work which nothing here has asked for yet.
+// Ranks are processes of one machine and exchange what they send through files in /dev/shm. Nothing
+// blocks: work whose peers have not come is tried again later, so that other work goes on, as on a
+// device. A thread looks after peers that wait for work which nothing here has asked for yet.
 #include <dirent.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -28,14 +29,31 @@ using hostcuda::on_host;
 using hostcuda::Range;
 
 // NCCL's binary interface, as far as torch uses it.
-enum ncclResult_t { ncclSuccess = 0, ncclUnhandledCudaError = 1, ncclSystemError = 2, ncclInvalidUsage = 5 };
+enum ncclResult_t {
+  ncclSuccess = 0,
+  ncclUnhandledCudaError = 1,
+  ncclSystemError = 2,
+  ncclInvalidUsage = 5
+};
 enum ncclDataType_t {
-  ncclInt8, ncclUint8, ncclInt32, ncclUint32, ncclInt64, ncclUint64, ncclFloat16, ncclFloat32, ncclFloat64, ncclBfloat16,
-  ncclFloat8e4m3, ncclFloat8e5m2
+  ncclInt8,
+  ncclUint8,
+  ncclInt32,
+  ncclUint32,
+  ncclInt64,
+  ncclUint64,
+  ncclFloat16,
+  ncclFloat32,
+  ncclFloat64,
+  ncclBfloat16,
+  ncclFloat8e4m3,
+  ncclFloat8e5m2
 };
 enum ncclRedOp_t { ncclSum, ncclProd, ncclMax, ncclMin, ncclAvg, ncclFirstOwn };
 enum ncclScalarResidence_t { ncclScalarDevice = 0, ncclScalarHostImmediate = 1 };
-struct ncclUniqueId { char internal[128]; };
+struct ncclUniqueId {
+  char internal[128];
+};
 struct ncclConfig_t;
 constexpr int VERSION = 22809;
 
@@ -44,9 +62,10 @@ struct ncclComm {
   std::string key;
   std::atomic<bool> aborted{false};
   uint64_t named = 0, splits = 0;
-  std::atomic<uint64_t> launched{0}, finished{0}, messages{0};  // collectives; sends and receives under way
-  std::map<std::pair<int, int>, uint64_t> sent, received;       // messages, by sender and receiver
-  std::vector<double> factors;                                  // of operators made by ncclRedOpCreatePreMulSum
+  std::atomic<uint64_t> launched{0}, finished{0},
+      messages{0};  // collectives; sends and receives under way
+  std::map<std::pair<int, int>, uint64_t> sent, received;  // messages, by sender and receiver
+  std::vector<double> factors;  // of operators made by ncclRedOpCreatePreMulSum
 };
 using ncclComm_t = ncclComm*;
 
@@ -56,14 +75,25 @@ const std::string SHARED = "/dev/shm/hostcuda-";
 
 size_t size_of(ncclDataType_t type) {
   switch (type) {
-    case ncclInt8: case ncclUint8: case ncclFloat8e4m3: case ncclFloat8e5m2: return 1;
-    case ncclFloat16: case ncclBfloat16: return 2;
-    case ncclInt32: case ncclUint32: case ncclFloat32: return 4;
-    default: return 8;
+    case ncclInt8:
+    case ncclUint8:
+    case ncclFloat8e4m3:
+    case ncclFloat8e5m2:
+      return 1;
+    case ncclFloat16:
+    case ncclBfloat16:
+      return 2;
+    case ncclInt32:
+    case ncclUint32:
+    case ncclFloat32:
+      return 4;
+    default:
+      return 8;
   }
 }
 
-// -- files ----------------------------------------------------------------------------------------------------
+// -- files
+// -------------------------------------------------------------------------------------------------
 
 std::string collective_file(const ncclComm* comm, uint64_t number, int rank) {
   return SHARED + comm->key + "-" + std::to_string(number) + "-" + std::to_string(rank);
@@ -85,7 +115,9 @@ bool fetch(const std::string& path, size_t size, std::string& into) {
   into.resize(size + 1);
   const size_t got = fread(into.data(), 1, size + 1, in);
   fclose(in);
-  if (got != size) fprintf(stderr, "[hostcuda] NCCL: %s has %zu bytes, expected %zu\n", path.c_str(), got, size), abort();
+  if (got != size)
+    fprintf(stderr, "[hostcuda] NCCL: %s has %zu bytes, expected %zu\n", path.c_str(), got, size),
+        abort();
   into.resize(size);
   return true;
 }
@@ -96,13 +128,15 @@ void remove_stale() {
   while (dirent* entry = readdir(folder)) {
     const std::string path = std::string("/dev/shm/") + entry->d_name;
     struct stat status;
-    if (!path.compare(0, SHARED.size(), SHARED) && !stat(path.c_str(), &status) && status.st_mtime + 1800 < time(nullptr))
+    if (!path.compare(0, SHARED.size(), SHARED) && !stat(path.c_str(), &status) &&
+        status.st_mtime + 1800 < time(nullptr))
       unlink(path.c_str());
   }
   closedir(folder);
 }
 
-// -- peers that wait ------------------------------------------------------------------------------------------
+// -- peers that wait
+// -------------------------------------------------------------------------------------------------
 
 std::mutex mutex;
 std::set<ncclComm*> communicators;
@@ -143,13 +177,15 @@ ncclComm* make(int size, int rank, const std::string& key) {
   return comm;
 }
 
-// -- exchange -------------------------------------------------------------------------------------------------
+// -- exchange
+// -------------------------------------------------------------------------------------------------
 
 using All = std::vector<std::string>;
 
 // Gives `size` bytes to all ranks, and `then` what all have given.
 Body exchange(ncclComm* comm, const void* send, size_t size, std::function<void(const All&)> then) {
-  if (comm->size == 1) return [=] { return then({std::string((const char*)on_host(send), size)}), true; };
+  if (comm->size == 1)
+    return [=] { return then({std::string((const char*)on_host(send), size)}), true; };
   const uint64_t number = ++comm->launched;
   auto all = std::make_shared<All>();
   return [=] {
@@ -163,7 +199,8 @@ Body exchange(ncclComm* comm, const void* send, size_t size, std::function<void(
       if (!fetch(collective_file(comm, number, int(all->size())), size, data)) return false;
       all->push_back(std::move(data));
     }
-    unlink(collective_file(comm, number - 1, comm->rank).c_str());  // all have finished it: they have begun this one
+    unlink(collective_file(comm, number - 1, comm->rank)
+               .c_str());  // all have finished it: they have begun this one
     then(*all);
     comm->finished = number;
     return true;
@@ -171,11 +208,13 @@ Body exchange(ncclComm* comm, const void* send, size_t size, std::function<void(
 }
 
 std::string message_file(const ncclComm* comm, int from, int to, uint64_t number) {
-  return SHARED + comm->key + "-" + std::to_string(from) + "to" + std::to_string(to) + "-" + std::to_string(number);
+  return SHARED + comm->key + "-" + std::to_string(from) + "to" + std::to_string(to) + "-" +
+      std::to_string(number);
 }
 
 Body message(ncclComm* comm, void* memory, size_t size, int from, int to, bool sends) {
-  const std::string path = message_file(comm, from, to, ++(sends ? comm->sent : comm->received)[{from, to}]);
+  const std::string path =
+      message_file(comm, from, to, ++(sends ? comm->sent : comm->received)[{from, to}]);
   ++comm->messages;
   return [=] {
     if (!comm->aborted) {
@@ -189,7 +228,8 @@ Body message(ncclComm* comm, void* memory, size_t size, int from, int to, bool s
   };
 }
 
-// -- sums -----------------------------------------------------------------------------------------------------
+// -- sums
+// -------------------------------------------------------------------------------------------------
 
 float from_half(uint16_t h, bool bfloat) {
   if (bfloat) {
@@ -232,7 +272,9 @@ T combine(T a, T b, ncclRedOp_t op) {
 template <class T, class Load, class Store>
 void reduce_each(const All& all, size_t count, Operator by, Load load, Store store) {
   for (size_t i = 0; i < count; ++i) {
-    auto term = [&](size_t rank) { return by.factor == 1 ? load(all[rank], i) : T(load(all[rank], i) * T(by.factor)); };
+    auto term = [&](size_t rank) {
+      return by.factor == 1 ? load(all[rank], i) : T(load(all[rank], i) * T(by.factor));
+    };
     T sum = term(0);
     for (size_t rank = 1; rank < all.size(); ++rank) sum = combine(sum, term(rank), by.op);
     store(i, by.op == ncclAvg ? T(sum / T(all.size())) : sum);
@@ -242,28 +284,42 @@ void reduce_each(const All& all, size_t count, Operator by, Load load, Store sto
 template <class T>
 void reduce_as(const All& all, size_t from, size_t count, void* out, Operator by) {
   reduce_each<T>(
-      all, count, by, [=](const std::string& data, size_t i) { return ((const T*)data.data())[from + i]; },
+      all, count, by,
+      [=](const std::string& data, size_t i) { return ((const T*)data.data())[from + i]; },
       [=](size_t i, T value) { ((T*)out)[i] = value; });
 }
 
-void reduce(const All& all, size_t from, size_t count, void* out, ncclDataType_t type, Operator by) {
+void reduce(
+    const All& all, size_t from, size_t count, void* out, ncclDataType_t type, Operator by) {
   switch (type) {
-    case ncclFloat32: return reduce_as<float>(all, from, count, out, by);
-    case ncclFloat64: return reduce_as<double>(all, from, count, out, by);
-    case ncclInt32: return reduce_as<int32_t>(all, from, count, out, by);
-    case ncclUint32: return reduce_as<uint32_t>(all, from, count, out, by);
-    case ncclInt64: return reduce_as<int64_t>(all, from, count, out, by);
-    case ncclUint64: return reduce_as<uint64_t>(all, from, count, out, by);
-    case ncclUint8: return reduce_as<uint8_t>(all, from, count, out, by);
-    case ncclInt8: return reduce_as<int8_t>(all, from, count, out, by);
-    case ncclFloat16: case ncclBfloat16: {
+    case ncclFloat32:
+      return reduce_as<float>(all, from, count, out, by);
+    case ncclFloat64:
+      return reduce_as<double>(all, from, count, out, by);
+    case ncclInt32:
+      return reduce_as<int32_t>(all, from, count, out, by);
+    case ncclUint32:
+      return reduce_as<uint32_t>(all, from, count, out, by);
+    case ncclInt64:
+      return reduce_as<int64_t>(all, from, count, out, by);
+    case ncclUint64:
+      return reduce_as<uint64_t>(all, from, count, out, by);
+    case ncclUint8:
+      return reduce_as<uint8_t>(all, from, count, out, by);
+    case ncclInt8:
+      return reduce_as<int8_t>(all, from, count, out, by);
+    case ncclFloat16:
+    case ncclBfloat16: {
       const bool b = type == ncclBfloat16;
       return reduce_each<float>(
           all, count, by,
-          [=](const std::string& data, size_t i) { return from_half(((const uint16_t*)data.data())[from + i], b); },
+          [=](const std::string& data, size_t i) {
+            return from_half(((const uint16_t*)data.data())[from + i], b);
+          },
           [=](size_t i, float value) { ((uint16_t*)out)[i] = to_half(value, b); });
     }
-    default: fprintf(stderr, "[hostcuda] NCCL: no sums of type %d\n", int(type)), abort();
+    default:
+      fprintf(stderr, "[hostcuda] NCCL: no sums of type %d\n", int(type)), abort();
   }
 }
 
@@ -272,7 +328,8 @@ Operator operator_of(const ncclComm* comm, ncclRedOp_t op) {
   return {ncclSum, comm->factors[op - ncclFirstOwn]};
 }
 
-// -- groups ---------------------------------------------------------------------------------------------------
+// -- groups
+// -------------------------------------------------------------------------------------------------
 
 struct Op {
   ncclComm* comm;
@@ -306,8 +363,8 @@ std::function<Body()> together(std::vector<Op> ops) {
   };
 }
 
-// With NCCL_LAUNCH_ORDER_IMPLICIT the launches of all communicators have one order in a graph, that of their capture.
-// NCCL orders their starts; here one begins when the one before is over.
+// With NCCL_LAUNCH_ORDER_IMPLICIT the launches of all communicators have one order in a graph, that
+// of their capture. NCCL orders their starts; here one begins when the one before is over.
 cudaError_t launch(hostcuda::Work work, cudaStream_t stream) {
   const char* implicit = getenv("NCCL_LAUNCH_ORDER_IMPLICIT");
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -352,7 +409,8 @@ ncclResult_t add(Op op) {
 
 // The end of a key tells what was split from one communicator.
 std::string named(const char* what, ncclComm* comm) {
-  const std::string name = comm->key.substr(0, 6) + comm->key.substr(std::min<size_t>(16, comm->key.size()));
+  const std::string name =
+      comm->key.substr(0, 6) + comm->key.substr(std::min<size_t>(16, comm->key.size()));
   return std::string("nccl") + what + " " + name + " #" + std::to_string(++comm->named);
 }
 
@@ -367,19 +425,22 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
   snprintf(id->internal, sizeof id->internal, "%08x%08x", random(), random());
   return ncclSuccess;
 }
-ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int size, ncclUniqueId id, int rank, ncclConfig_t*) {
+ncclResult_t ncclCommInitRankConfig(
+    ncclComm_t* comm, int size, ncclUniqueId id, int rank, ncclConfig_t*) {
   *comm = make(size, rank, id.internal);
   return *comm ? ncclSuccess : ncclUnhandledCudaError;
 }
 ncclResult_t ncclCommInitRank(ncclComm_t* comm, int size, ncclUniqueId id, int rank) {
   return ncclCommInitRankConfig(comm, size, id, rank, nullptr);
 }
-ncclResult_t ncclCommInitRankScalable(ncclComm_t* comm, int size, int rank, int, ncclUniqueId* ids, ncclConfig_t*) {
+ncclResult_t ncclCommInitRankScalable(
+    ncclComm_t* comm, int size, int rank, int, ncclUniqueId* ids, ncclConfig_t*) {
   return ncclCommInitRankConfig(comm, size, ids[0], rank, nullptr);
 }
 ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* made, ncclConfig_t*) {
   *made = nullptr;
-  const std::string name = comm->key + "s" + std::to_string(comm->splits++) + "c" + std::to_string(color);
+  const std::string name =
+      comm->key + "s" + std::to_string(comm->splits++) + "c" + std::to_string(color);
   const int mine[2] = {color, key};
   All all;
   advance(comm);
@@ -410,26 +471,41 @@ ncclResult_t ncclCommAbort(ncclComm_t comm) {
   comm->aborted = true;
   return ncclSuccess;
 }
-ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t* error) { return *error = ncclSuccess, ncclSuccess; }
-ncclResult_t ncclCommCount(const ncclComm_t comm, int* count) { return *count = comm->size, ncclSuccess; }
-ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) { return *rank = comm->rank, ncclSuccess; }
-ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int* device) { return *device = comm->device, ncclSuccess; }
-ncclResult_t ncclCommRegister(const ncclComm_t, void*, size_t, void** handle) { return *handle = (void*)1, ncclSuccess; }
+ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t* error) {
+  return *error = ncclSuccess, ncclSuccess;
+}
+ncclResult_t ncclCommCount(const ncclComm_t comm, int* count) {
+  return *count = comm->size, ncclSuccess;
+}
+ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) {
+  return *rank = comm->rank, ncclSuccess;
+}
+ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int* device) {
+  return *device = comm->device, ncclSuccess;
+}
+ncclResult_t ncclCommRegister(const ncclComm_t, void*, size_t, void** handle) {
+  return *handle = (void*)1, ncclSuccess;
+}
 ncclResult_t ncclCommDeregister(const ncclComm_t, void*) { return ncclSuccess; }
 const char* ncclGetErrorString(ncclResult_t result) {
-  return result == ncclSuccess ? "no error" : result == ncclUnhandledCudaError ? "unhandled cuda error" : "NCCL error";
+  return result == ncclSuccess           ? "no error"
+      : result == ncclUnhandledCudaError ? "unhandled cuda error"
+                                         : "NCCL error";
 }
 const char* ncclGetLastError(ncclComm_t) { return ""; }
 ncclResult_t ncclMemAlloc(void** pointer, size_t size) {
   return cudaMalloc(pointer, size) ? ncclUnhandledCudaError : ncclSuccess;
 }
-ncclResult_t ncclMemFree(void* pointer) { return cudaFree(pointer) ? ncclUnhandledCudaError : ncclSuccess; }
-ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* op, void* scalar, ncclDataType_t type,
-                                      ncclScalarResidence_t residence, ncclComm_t comm) {
+ncclResult_t ncclMemFree(void* pointer) {
+  return cudaFree(pointer) ? ncclUnhandledCudaError : ncclSuccess;
+}
+ncclResult_t ncclRedOpCreatePreMulSum(
+    ncclRedOp_t* op, void* scalar, ncclDataType_t type, ncclScalarResidence_t residence,
+    ncclComm_t comm) {
   if (residence == ncclScalarDevice) cudaDeviceSynchronize(), scalar = on_host(scalar);
-  double factor = type == ncclFloat64   ? *(double*)scalar
-                  : type == ncclFloat32 ? *(float*)scalar
-                                        : from_half(*(uint16_t*)scalar, type == ncclBfloat16);
+  double factor = type == ncclFloat64 ? *(double*)scalar
+      : type == ncclFloat32           ? *(float*)scalar
+                                      : from_half(*(uint16_t*)scalar, type == ncclBfloat16);
   comm->factors.push_back(factor);
   return *op = ncclRedOp_t(ncclFirstOwn + comm->factors.size() - 1), ncclSuccess;
 }
@@ -437,75 +513,119 @@ ncclResult_t ncclRedOpDestroy(ncclRedOp_t, ncclComm_t) { return ncclSuccess; }
 ncclResult_t ncclGroupStart() { return ++depth, ncclSuccess; }
 ncclResult_t ncclGroupEnd() { return --depth ? ncclSuccess : flush(); }
 
-ncclResult_t ncclAllGather(const void* send, void* recv, size_t count, ncclDataType_t type, ncclComm_t comm,
-                           cudaStream_t stream) {
+ncclResult_t ncclAllGather(
+    const void* send, void* recv, size_t count, ncclDataType_t type, ncclComm_t comm,
+    cudaStream_t stream) {
   const size_t size = count * size_of(type);
-  return add({comm, stream, named("AllGather", comm), {{send, size, false}, {recv, size * comm->size, true}}, [=] {
-                return exchange(comm, send, size, [=](const All& all) {
-                  for (int r = 0; r < comm->size; ++r) memcpy((char*)on_host(recv) + r * size, all[r].data(), size);
-                });
-              }});
+  return add(
+      {comm,
+       stream,
+       named("AllGather", comm),
+       {{send, size, false}, {recv, size * comm->size, true}},
+       [=] {
+         return exchange(comm, send, size, [=](const All& all) {
+           for (int r = 0; r < comm->size; ++r)
+             memcpy((char*)on_host(recv) + r * size, all[r].data(), size);
+         });
+       }});
 }
-ncclResult_t ncclReduceScatter(const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op,
-                               ncclComm_t comm, cudaStream_t stream) {
-  const size_t size = count * size_of(type);
-  const Operator by = operator_of(comm, op);
-  return add({comm, stream, named("ReduceScatter", comm), {{send, size * comm->size, false}, {recv, size, true}}, [=] {
-                return exchange(comm, send, size * comm->size, [=](const All& all) {
-                  reduce(all, comm->rank * count, count, on_host(recv), type, by);
-                });
-              }});
-}
-ncclResult_t ncclAllReduce(const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op,
-                           ncclComm_t comm, cudaStream_t stream) {
+ncclResult_t ncclReduceScatter(
+    const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op,
+    ncclComm_t comm, cudaStream_t stream) {
   const size_t size = count * size_of(type);
   const Operator by = operator_of(comm, op);
-  return add({comm, stream, named("AllReduce", comm), {{send, size, false}, {recv, size, true}}, [=] {
-                return exchange(comm, send, size,
-                                [=](const All& all) { reduce(all, 0, count, on_host(recv), type, by); });
-              }});
+  return add(
+      {comm,
+       stream,
+       named("ReduceScatter", comm),
+       {{send, size * comm->size, false}, {recv, size, true}},
+       [=] {
+         return exchange(comm, send, size * comm->size, [=](const All& all) {
+           reduce(all, comm->rank * count, count, on_host(recv), type, by);
+         });
+       }});
 }
-ncclResult_t ncclReduce(const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op, int root,
-                        ncclComm_t comm, cudaStream_t stream) {
+ncclResult_t ncclAllReduce(
+    const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op,
+    ncclComm_t comm, cudaStream_t stream) {
   const size_t size = count * size_of(type);
   const Operator by = operator_of(comm, op);
-  return add({comm, stream, named("Reduce", comm), {{send, size, false}, {recv, size, comm->rank == root}}, [=] {
-                return exchange(comm, send, size, [=](const All& all) {
-                  if (comm->rank == root) reduce(all, 0, count, on_host(recv), type, by);
-                });
-              }});
+  return add(
+      {comm, stream, named("AllReduce", comm), {{send, size, false}, {recv, size, true}}, [=] {
+         return exchange(comm, send, size, [=](const All& all) {
+           reduce(all, 0, count, on_host(recv), type, by);
+         });
+       }});
 }
-ncclResult_t ncclBroadcast(const void* send, void* recv, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
-                           cudaStream_t stream) {
+ncclResult_t ncclReduce(
+    const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op, int root,
+    ncclComm_t comm, cudaStream_t stream) {
   const size_t size = count * size_of(type);
-  return add({comm, stream, named("Broadcast", comm), {{send, size, false}, {recv, size, true}}, [=] {
-                return exchange(comm, comm->rank == root ? send : recv, size,
-                                [=](const All& all) { memcpy(on_host(recv), all[root].data(), size); });
-              }});
+  const Operator by = operator_of(comm, op);
+  return add(
+      {comm,
+       stream,
+       named("Reduce", comm),
+       {{send, size, false}, {recv, size, comm->rank == root}},
+       [=] {
+         return exchange(comm, send, size, [=](const All& all) {
+           if (comm->rank == root) reduce(all, 0, count, on_host(recv), type, by);
+         });
+       }});
 }
-ncclResult_t ncclBcast(void* buffer, size_t count, ncclDataType_t type, int root, ncclComm_t comm, cudaStream_t stream) {
+ncclResult_t ncclBroadcast(
+    const void* send, void* recv, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
+    cudaStream_t stream) {
+  const size_t size = count * size_of(type);
+  return add(
+      {comm, stream, named("Broadcast", comm), {{send, size, false}, {recv, size, true}}, [=] {
+         return exchange(comm, comm->rank == root ? send : recv, size, [=](const All& all) {
+           memcpy(on_host(recv), all[root].data(), size);
+         });
+       }});
+}
+ncclResult_t ncclBcast(
+    void* buffer, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
+    cudaStream_t stream) {
   return ncclBroadcast(buffer, buffer, count, type, root, comm, stream);
 }
-ncclResult_t ncclAlltoAll(const void* send, void* recv, size_t count, ncclDataType_t type, ncclComm_t comm,
-                          cudaStream_t stream) {
+ncclResult_t ncclAlltoAll(
+    const void* send, void* recv, size_t count, ncclDataType_t type, ncclComm_t comm,
+    cudaStream_t stream) {
   const size_t size = count * size_of(type);
-  return add({comm, stream, named("AlltoAll", comm),
-              {{send, size * comm->size, false}, {recv, size * comm->size, true}}, [=] {
-                return exchange(comm, send, size * comm->size, [=](const All& all) {
-                  for (int r = 0; r < comm->size; ++r)
-                    memcpy((char*)on_host(recv) + r * size, all[r].data() + comm->rank * size, size);
-                });
-              }});
+  return add(
+      {comm,
+       stream,
+       named("AlltoAll", comm),
+       {{send, size * comm->size, false}, {recv, size * comm->size, true}},
+       [=] {
+         return exchange(comm, send, size * comm->size, [=](const All& all) {
+           for (int r = 0; r < comm->size; ++r)
+             memcpy((char*)on_host(recv) + r * size, all[r].data() + comm->rank * size, size);
+         });
+       }});
 }
-ncclResult_t ncclSend(const void* send, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
-                      cudaStream_t stream) {
+ncclResult_t ncclSend(
+    const void* send, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
+    cudaStream_t stream) {
   const size_t size = count * size_of(type);
-  return add({comm, stream, named("Send", comm), {{send, size, false}},
-              [=] { return message(comm, const_cast<void*>(send), size, comm->rank, peer, true); }, true});
+  return add(
+      {comm,
+       stream,
+       named("Send", comm),
+       {{send, size, false}},
+       [=] { return message(comm, const_cast<void*>(send), size, comm->rank, peer, true); },
+       true});
 }
-ncclResult_t ncclRecv(void* recv, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream) {
+ncclResult_t ncclRecv(
+    void* recv, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream) {
   const size_t size = count * size_of(type);
-  return add({comm, stream, named("Recv", comm), {{recv, size, true}},
-              [=] { return message(comm, recv, size, peer, comm->rank, false); }, true});
+  return add(
+      {comm,
+       stream,
+       named("Recv", comm),
+       {{recv, size, true}},
+       [=] { return message(comm, recv, size, peer, comm->rank, false); },
+       true});
 }
 }

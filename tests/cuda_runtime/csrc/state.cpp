@@ -111,43 +111,53 @@ std::string quoted(const std::string& text) {
 
 }  // namespace hostcuda
 
-#define ERRORS(X)                                                                                            \
-  X(cudaSuccess, "no error")                                                                                 \
-  X(cudaErrorInvalidValue, "invalid argument")                                                               \
-  X(cudaErrorMemoryAllocation, "out of memory")                                                              \
-  X(cudaErrorInvalidConfiguration, "invalid configuration argument")                                         \
-  X(cudaErrorInvalidDeviceFunction, "invalid device function")                                               \
-  X(cudaErrorNoDevice, "no CUDA-capable device is detected")                                                 \
-  X(cudaErrorInvalidDevice, "invalid device ordinal")                                                        \
-  X(cudaErrorInvalidResourceHandle, "invalid resource handle")                                               \
-  X(cudaErrorIllegalState, "the operation cannot be performed in the present state")                         \
-  X(cudaErrorNotReady, "device not ready")                                                                   \
-  X(cudaErrorPeerAccessAlreadyEnabled, "peer access is already enabled")                                     \
-  X(cudaErrorNotSupported, "operation not supported")                                                        \
-  X(cudaErrorStreamCaptureUnsupported, "operation not permitted when stream is capturing")                   \
-  X(cudaErrorStreamCaptureInvalidated, "operation failed due to a previous error during capture")            \
-  X(cudaErrorStreamCaptureMerge, "operation would result in a merge of separate capture sequences")          \
-  X(cudaErrorStreamCaptureUnmatched, "capture was not ended in the same stream as it began")                 \
-  X(cudaErrorStreamCaptureUnjoined, "capturing stream has unjoined work")                                    \
-  X(cudaErrorStreamCaptureIsolation, "dependency created on uncaptured work in another stream")              \
-  X(cudaErrorStreamCaptureImplicit, "operation would make the legacy stream depend on a capturing blocking stream") \
-  X(cudaErrorCapturedEvent, "operation not permitted on an event last recorded in a capturing stream")       \
-  X(cudaErrorStreamCaptureWrongThread, "attempt to terminate a thread-local capture sequence from another thread")
+#define ERRORS(X)                                                                                 \
+  X(cudaSuccess, "no error")                                                                      \
+  X(cudaErrorInvalidValue, "invalid argument")                                                    \
+  X(cudaErrorMemoryAllocation, "out of memory")                                                   \
+  X(cudaErrorInvalidConfiguration, "invalid configuration argument")                              \
+  X(cudaErrorInvalidDeviceFunction, "invalid device function")                                    \
+  X(cudaErrorNoDevice, "no CUDA-capable device is detected")                                      \
+  X(cudaErrorInvalidDevice, "invalid device ordinal")                                             \
+  X(cudaErrorInvalidResourceHandle, "invalid resource handle")                                    \
+  X(cudaErrorIllegalState, "the operation cannot be performed in the present state")              \
+  X(cudaErrorNotReady, "device not ready")                                                        \
+  X(cudaErrorPeerAccessAlreadyEnabled, "peer access is already enabled")                          \
+  X(cudaErrorNotSupported, "operation not supported")                                             \
+  X(cudaErrorStreamCaptureUnsupported, "operation not permitted when stream is capturing")        \
+  X(cudaErrorStreamCaptureInvalidated, "operation failed due to a previous error during capture") \
+  X(cudaErrorStreamCaptureMerge,                                                                  \
+    "operation would result in a merge of separate capture sequences")                            \
+  X(cudaErrorStreamCaptureUnmatched, "capture was not ended in the same stream as it began")      \
+  X(cudaErrorStreamCaptureUnjoined, "capturing stream has unjoined work")                         \
+  X(cudaErrorStreamCaptureIsolation, "dependency created on uncaptured work in another stream")   \
+  X(cudaErrorStreamCaptureImplicit,                                                               \
+    "operation would make the legacy stream depend on a capturing blocking stream")               \
+  X(cudaErrorCapturedEvent,                                                                       \
+    "operation not permitted on an event last recorded in a capturing stream")                    \
+  X(cudaErrorStreamCaptureWrongThread,                                                            \
+    "attempt to terminate a thread-local capture sequence from another thread")
 
 API const char* cudaGetErrorName(cudaError_t error) {
   switch (error) {
-#define X(code, text) case code: return #code;
+#define X(code, text) \
+  case code:          \
+    return #code;
     ERRORS(X)
 #undef X
-    default: return "cudaErrorWithoutANameHere";
+    default:
+      return "cudaErrorWithoutANameHere";
   }
 }
 API const char* cudaGetErrorString(cudaError_t error) {
   switch (error) {
-#define X(code, text) case code: return text;
+#define X(code, text) \
+  case code:          \
+    return text;
     ERRORS(X)
 #undef X
-    default: return "an error that the runtime on the host has no text for";
+    default:
+      return "an error that the runtime on the host has no text for";
   }
 }
 API cudaError_t cudaGetLastError() {

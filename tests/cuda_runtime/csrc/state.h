@@ -16,7 +16,8 @@
 
 namespace hostcuda {
 
-// -- work that runs -------------------------------------------------------------------------------------------
+// -- work that runs
+// -------------------------------------------------------------------------------------------------
 
 struct Item {
   uint64_t id;
@@ -32,7 +33,8 @@ using ItemPtr = std::shared_ptr<Item>;
 using Point = std::vector<ItemPtr>;
 void add(Point& point, const Point& other);
 
-// -- work that is recorded ------------------------------------------------------------------------------------
+// -- work that is recorded
+// ------------------------------------------------------------------------------------
 
 struct Graph;
 
@@ -79,11 +81,11 @@ struct Stream {
   unsigned flags;
   int priority;
   bool legacy;
-  Point tail;                       // before its next piece of work
+  Point tail;  // before its next piece of work
   Capture* capture = nullptr;
-  std::vector<Node*> nodes;         // the same, while it is captured
+  std::vector<Node*> nodes;  // the same, while it is captured
   int asked = 0;
-  std::vector<Range> freed;         // by torch's allocator, since it last allocated for this stream
+  std::vector<Range> freed;  // by torch's allocator, since it last allocated for this stream
 
   bool blocking() const { return !legacy && !(flags & cudaStreamNonBlocking); }
 };
@@ -138,7 +140,8 @@ struct State {
   uint64_t ids = 0;
 
   bool has_values = true;
-  bool only_host_time = false;  // nothing has values, and work is over once it is launched: no order is kept
+  // nothing has values, and work is over once it is launched: no order is kept
+  bool only_host_time = false;
   Order order = Order::host;
   std::mt19937_64 random;
   int questions = 1;  // an event looks unfinished until it was asked so often
@@ -157,7 +160,8 @@ struct State {
 };
 State& state();
 
-// -- the calling thread ---------------------------------------------------------------------------------------
+// -- the calling thread
+// ---------------------------------------------------------------------------------------
 
 struct LaunchConfig {
   dim3 grid, block;
@@ -181,8 +185,8 @@ struct Thread {
 };
 Thread& self();
 
-// Holds the lock for the time of an API call. What the call launches may run when the lock is free again: a body
-// may call back into Python, or wait for another process.
+// Holds the lock for the time of an API call. What the call launches may run when the lock is free
+// again: a body may call back into Python, or wait for another process.
 class Call {
  public:
   explicit Call(const char* api);
@@ -201,7 +205,8 @@ std::string quoted(const std::string& text);
     if (cudaError_t error_ = (expression)) return error_; \
   } while (0)
 
-// -- order (executor.cpp) -------------------------------------------------------------------------------------
+// -- order (executor.cpp)
+// -------------------------------------------------------------------------------------
 
 // A stream's work begins after this point.
 Point before_next(Stream* stream);
@@ -212,20 +217,23 @@ void wait_for(const Point& point);
 bool try_for(const Point& point, bool is_waited_for);
 void run_ready();
 
-// -- streams (streams.cpp) ------------------------------------------------------------------------------------
+// -- streams (streams.cpp)
+// ------------------------------------------------------------------------------------
 
 Stream* find(cudaStream_t handle);
 Stream* new_stream(int device, unsigned flags, int priority, bool legacy);
 cudaError_t give(const char* api, Stream* stream, Work work);
 
-// -- rules of capture (capture.cpp) ---------------------------------------------------------------------------
+// -- rules of capture (capture.cpp)
+// ---------------------------------------------------------------------------
 
 void invalidate(Capture* capture, const std::string& why);
 cudaError_t unsafe(const char* api);
 cudaError_t legacy_use(const char* api, Stream* stream);
 cudaError_t device_wide(const char* api, int device);
 
-// -- memory (memory.cpp) --------------------------------------------------------------------------------------
+// -- memory (memory.cpp)
+// --------------------------------------------------------------------------------------
 
 bool is_device_address(const void* pointer);
 bool is_allocated(const void* pointer);

@@ -19,7 +19,8 @@ static Stream* legacy_of(int device) {
 }
 
 Stream* find(cudaStream_t handle) {
-  if (handle == nullptr || handle == cudaStreamLegacy || handle == cudaStreamPerThread) return legacy_of(self().device);
+  if (handle == nullptr || handle == cudaStreamLegacy || handle == cudaStreamPerThread)
+    return legacy_of(self().device);
   auto* as_stream = reinterpret_cast<Stream*>(handle);
   return state().streams.count(as_stream) ? as_stream : nullptr;
 }
@@ -46,7 +47,8 @@ cudaError_t give(const char* api, Stream* stream, Work work) {
   else if (me.label) work.start = nullptr;  // its values are the operator's
   if (Capture* capture = stream->capture) {
     if (capture->broken) return fail(api, cudaErrorStreamCaptureInvalidated);
-    auto node = std::make_unique<Node>(Node{capture->graph, ++state().ids, std::move(work), stream->nodes});
+    auto node =
+        std::make_unique<Node>(Node{capture->graph, ++state().ids, std::move(work), stream->nodes});
     stream->nodes = {node.get()};
     me.last_node = node.get();
     ++me.launched.captured;
@@ -56,8 +58,10 @@ cudaError_t give(const char* api, Stream* stream, Work work) {
   }
   for (auto& [id, capture] : state().captures)
     if (capture->thread == std::this_thread::get_id())
-      finding("not captured: " + work.kind + " " + work.name + " on stream " + std::to_string(stream->index) +
-              " ran while its thread captures on stream " + std::to_string(capture->origin->index));
+      finding(
+          "not captured: " + work.kind + " " + work.name + " on stream " +
+          std::to_string(stream->index) + " ran while its thread captures on stream " +
+          std::to_string(capture->origin->index));
   ItemPtr item = submit(stream, std::move(work), before_next(stream));
   stream->tail = {item};
   ++me.launched.eager;
@@ -114,7 +118,8 @@ constexpr int PATIENCE = 50;
 
 // Answers whether a point has been reached, at the earliest at the so many-th question.
 static cudaError_t answer(const char* api, const Point& point, int& asked) {
-  const bool known = std::all_of(point.begin(), point.end(), [](const ItemPtr& each) { return each->done; });
+  const bool known =
+      std::all_of(point.begin(), point.end(), [](const ItemPtr& each) { return each->done; });
   if (!known) {
     const bool often = ++asked >= PATIENCE;  // a sleeping stream wakes up one day
     if (asked < state().questions || !try_for(point, often)) return self().last = cudaErrorNotReady;
@@ -139,7 +144,9 @@ API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* out, unsigned flags, 
 API cudaError_t cudaStreamCreateWithFlags(cudaStream_t* out, unsigned flags) {
   return cudaStreamCreateWithPriority(out, flags, 0);
 }
-API cudaError_t cudaStreamCreate(cudaStream_t* out) { return cudaStreamCreateWithPriority(out, 0, 0); }
+API cudaError_t cudaStreamCreate(cudaStream_t* out) {
+  return cudaStreamCreateWithPriority(out, 0, 0);
+}
 API cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   ENTER();
   Stream* s = find(stream);
@@ -216,11 +223,13 @@ API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream,
   Event* e = find_event(event);
   Stream* s = find(stream);
   if (!e || !s) FAIL(cudaErrorInvalidResourceHandle);
-  if (e->device != s->device) FAIL(cudaErrorInvalidResourceHandle, "event and stream of two devices");
+  if (e->device != s->device)
+    FAIL(cudaErrorInvalidResourceHandle, "event and stream of two devices");
   TRY(legacy_use(call_.api, s));
   if (s->capture) {
     if (s->capture->broken) FAIL(cudaErrorStreamCaptureInvalidated);
-    if (flags & cudaEventRecordExternal) return give(call_.api, s, Work{"event record", "external"});
+    if (flags & cudaEventRecordExternal)
+      return give(call_.api, s, Work{"event record", "external"});
     e->capture = s->capture->id;
     e->nodes = s->nodes;
     e->recorded = true;
@@ -248,8 +257,10 @@ API cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsi
     if (s->capture->broken) FAIL(cudaErrorStreamCaptureInvalidated);
     if (flags & cudaEventWaitExternal) return give(call_.api, s, Work{"event wait", "external"});
     if (!of_event) {
-      invalidate(s->capture, e->capture ? "wait for an event of another capture, which has ended"
-                                        : "wait for an event that was not recorded in the capture");
+      invalidate(
+          s->capture,
+          e->capture ? "wait for an event of another capture, which has ended"
+                     : "wait for an event that was not recorded in the capture");
       FAIL(cudaErrorStreamCaptureIsolation);
     }
     if (of_event != s->capture) {
@@ -258,7 +269,8 @@ API cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsi
       FAIL(cudaErrorStreamCaptureMerge);
     }
     for (Node* node : e->nodes)
-      if (std::find(s->nodes.begin(), s->nodes.end(), node) == s->nodes.end()) s->nodes.push_back(node);
+      if (std::find(s->nodes.begin(), s->nodes.end(), node) == s->nodes.end())
+        s->nodes.push_back(node);
     return cudaSuccess;
   }
   if (of_event) {  // the stream joins the capture
@@ -315,7 +327,8 @@ API cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, v
   work.start = doing([=] { function(data); });
   return give(call_.api, find(stream), std::move(work));
 }
-API cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t callback, void* data, unsigned) {
+API cudaError_t
+cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t callback, void* data, unsigned) {
   ENTER();
   Stream* s = find(stream);
   if (s && s->capture) {

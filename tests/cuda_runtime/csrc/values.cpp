@@ -1,5 +1,6 @@
-// Right values without a device: every operator that has a CUDA kernel runs it, so that its allocations and launches
-// happen, and where its last launch stands the CPU's kernel runs over the same memory, at each replay again.
+// Right values without a device: every operator that has a CUDA kernel runs it, so that its
+// allocations and launches happen, and where its last launch stands the CPU's kernel runs over the
+// same memory, at each replay again.
 #include <ATen/Context.h>
 #include <ATen/core/Generator.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -41,13 +42,15 @@ std::map<std::string, int> failures;
 std::atomic<uint64_t> labels{0};
 thread_local int depth = 0;
 
-// -- from the device's memory to tensors of the CPU -----------------------------------------------------------
+// -- from the device's memory to tensors of the CPU
+// -----------------------------------------------------------
 
 at::Tensor on_cpu(const at::Tensor& t) {
   if (!t.defined() || !t.is_cuda() || t.layout() != at::kStrided) return t;
   const auto& storage = t.storage();
   at::DataPtr data(hostcuda::on_host(storage.data()), at::kCPU);
-  c10::Storage host(c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(data), nullptr, false);
+  c10::Storage host(
+      c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(data), nullptr, false);
   auto made = at::detail::make_tensor<c10::TensorImpl>(
       std::move(host), c10::DispatchKeySet(DispatchKey::CPU), t.dtype());
   made.unsafeGetTensorImpl()->set_sizes_and_strides(t.sizes(), t.strides(), t.storage_offset());
@@ -56,7 +59,8 @@ at::Tensor on_cpu(const at::Tensor& t) {
   return made;
 }
 
-// The same memory, without an object of Python's: the end of that would need Python's lock, on whichever thread it comes.
+// The same memory, without an object of Python's: the end of that would need Python's lock, on
+// whichever thread it comes.
 at::Tensor unknown_to_python(const at::Tensor& t) {
   auto* impl = t.unsafeGetTensorImpl();
   return at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), false));
@@ -70,17 +74,22 @@ at::Tensor input(const at::Tensor& t, bool captured) {
 }
 
 IValue input(const IValue& value, bool written, bool captured) {
-  if (value.isTensor()) return written ? on_cpu(value.toTensor()) : input(value.toTensor(), captured);
+  if (value.isTensor())
+    return written ? on_cpu(value.toTensor()) : input(value.toTensor(), captured);
   if (value.isTensorList()) {
     c10::List<at::Tensor> list;
-    for (const at::Tensor& each : value.toTensorList()) list.push_back(written ? on_cpu(each) : input(each, captured));
+    for (const at::Tensor& each : value.toTensorList())
+      list.push_back(written ? on_cpu(each) : input(each, captured));
     return list;
   }
   if (value.isDevice()) return value.toDevice().is_cuda() ? IValue(c10::Device(at::kCPU)) : value;
-  if (value.isList() && value.toList().elementType()->kind() == c10::TypeKind::OptionalType) {  // indices
+  if (value.isList() &&
+      value.toList().elementType()->kind() == c10::TypeKind::OptionalType) {  // indices
     c10::List<std::optional<at::Tensor>> made;
     for (const IValue& each : value.toListRef())
-      made.push_back(each.isNone() ? std::nullopt : std::optional<at::Tensor>(input(each.toTensor(), captured)));
+      made.push_back(
+          each.isNone() ? std::nullopt
+                        : std::optional<at::Tensor>(input(each.toTensor(), captured)));
     return made;
   }
   return value;
@@ -106,10 +115,13 @@ void add_range(std::vector<Range>& into, const at::Tensor& t, bool write) {
   if (t.is_cpu() && !hostcuda::is_pinned(t.data_ptr())) return;
   size_t last = 0;
   for (int64_t i = 0; i < t.dim(); ++i) last += (t.size(i) - 1) * t.stride(i);
-  into.push_back({(const char*)t.storage().data() + t.storage_offset() * t.itemsize(), (last + 1) * t.itemsize(), write});
+  into.push_back(
+      {(const char*)t.storage().data() + t.storage_offset() * t.itemsize(),
+       (last + 1) * t.itemsize(), write});
 }
 
-std::vector<Range> ranges_of(const c10::OperatorHandle& op, const Stack& inputs, const std::vector<at::Tensor>& outputs) {
+std::vector<Range> ranges_of(
+    const c10::OperatorHandle& op, const Stack& inputs, const std::vector<at::Tensor>& outputs) {
   std::vector<Range> ranges;
   for (size_t i = 0; i < inputs.size(); ++i) {
     const auto& argument = op.schema().arguments()[i];
@@ -124,7 +136,8 @@ std::vector<Range> ranges_of(const c10::OperatorHandle& op, const Stack& inputs,
   return ranges;
 }
 
-// -- random numbers: a function of the CUDA generator's seed and offset ---------------------------------------
+// -- random numbers: a function of the CUDA generator's seed and offset
+// ---------------------------------------
 
 uint64_t mix(uint64_t seed, uint64_t offset) {
   uint64_t z = seed * 0x9e3779b97f4a7c15 + offset + 0x9e3779b97f4a7c15;
@@ -132,7 +145,8 @@ uint64_t mix(uint64_t seed, uint64_t offset) {
   return (z ^ (z >> 27)) >> 1;
 }
 
-// Where the next draw of an operator starts, as its kernel is told: in a capture, by an address on the device.
+// Where the next draw of an operator starts, as its kernel is told: in a capture, by an address on
+// the device.
 std::optional<at::PhiloxCudaState> next_draw(const Stack& inputs, c10::Device device) {
   at::Generator source = at::globalContext().defaultGenerator(device);
   for (const IValue& each : inputs)
@@ -153,7 +167,8 @@ uint64_t seed_of(const std::optional<at::PhiloxCudaState>& draw) {
   return mix(at(draw->seed_.ptr), at(draw->offset_.ptr) + draw->offset_intragraph_);
 }
 
-// -- the CPU's kernel -----------------------------------------------------------------------------------------
+// -- the CPU's kernel
+// -----------------------------------------------------------------------------------------
 
 Stack call_kernel(const c10::OperatorHandle& op, Stack inputs) {
   copy_lists(inputs);
@@ -176,9 +191,10 @@ Stack call_kernel(const c10::OperatorHandle& op, Stack inputs) {
 Stack run(const Call& call, uint64_t seed) {
   ++depth;
   c10::impl::ExcludeDispatchKeyGuard no_grad(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
-  c10::impl::ExcludeDispatchKeyGuard no_modes(c10::DispatchKeySet(
-      {DispatchKey::Python, DispatchKey::PythonTLSSnapshot, DispatchKey::AutocastCPU, DispatchKey::AutocastCUDA,
-       DispatchKey::PreDispatch}));
+  c10::impl::ExcludeDispatchKeyGuard no_modes(
+      c10::DispatchKeySet(
+          {DispatchKey::Python, DispatchKey::PythonTLSSnapshot, DispatchKey::AutocastCPU,
+           DispatchKey::AutocastCUDA, DispatchKey::PreDispatch}));
   at::Generator host = at::globalContext().defaultGenerator(at::kCPU);
   at::Tensor before;
   Stack results = call.inputs;
@@ -193,7 +209,9 @@ Stack run(const Call& call, uint64_t seed) {
   } catch (const std::exception& error) {
     std::lock_guard<std::mutex> lock(mutex);
     if (!failures[call.op.schema().name()]++)
-      fprintf(stderr, "[hostcuda] no values from %s: %.300s\n", call.op.schema().name().c_str(), error.what());
+      fprintf(
+          stderr, "[hostcuda] no values from %s: %.300s\n", call.op.schema().name().c_str(),
+          error.what());
     hostcuda::finding("no values from " + call.op.schema().name());
     results.clear();
   }
@@ -202,7 +220,8 @@ Stack run(const Call& call, uint64_t seed) {
   for (const IValue& each : results) flatten(each, tensors);
   for (size_t i = 0; i < tensors.size() && i < call.outputs.size(); ++i) {
     const at::Tensor &from = tensors[i], &to = call.outputs[i];
-    if (!from.defined() || !to.defined() || from.is_same(to) || to.layout() != at::kStrided) continue;
+    if (!from.defined() || !to.defined() || from.is_same(to) || to.layout() != at::kStrided)
+      continue;
     if (to.device().is_cpu() && from.storage().data() == to.storage().data()) continue;
     if (from.sizes() == to.sizes() && to.numel()) to.copy_(from);
   }
@@ -230,8 +249,9 @@ void correct(Stack* stack, size_t returns, const Stack& results) {
     IValue& out = *(stack->end() - returns + i);
     if (!results[i].isTensor() && !results[i].isTensorList()) {
       out = results[i];
-    } else if (results[i].isTensor() && out.isTensor() && results[i].toTensor().defined() &&
-               results[i].toTensor().sizes() != out.toTensor().sizes()) {
+    } else if (
+        results[i].isTensor() && out.isTensor() && results[i].toTensor().defined() &&
+        results[i].toTensor().sizes() != out.toTensor().sizes()) {
       ++depth;
       at::Tensor from = results[i].toTensor();
       at::Tensor made = at::empty_like(from, from.options().device(out.toTensor().device()));
@@ -243,7 +263,8 @@ void correct(Stack* stack, size_t returns, const Stack& results) {
   }
 }
 
-// -- an operator on CUDA --------------------------------------------------------------------------------------
+// -- an operator on CUDA
+// --------------------------------------------------------------------------------------
 
 struct Scope {  // while the CUDA kernel runs, nested operators are its own business
   explicit Scope(uint64_t label) { hostcuda::begin_operator(label), ++depth; }
@@ -285,7 +306,8 @@ void wrapper(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* sta
   scope.ended = true;
   if (launched.captured) {
     if (draw)
-      for (int64_t* each : {draw->seed_.ptr, draw->offset_.ptr}) ranges.push_back({(const char*)each, 8, false});
+      for (int64_t* each : {draw->seed_.ptr, draw->offset_.ptr})
+        ranges.push_back({(const char*)each, 8, false});
     return hostcuda::end_operator(name.c_str(), std::move(ranges), [=]() -> Body {
       return [=] { return run(*call, seed_of(draw)), true; };
     });
@@ -312,34 +334,39 @@ std::vector<torch::Library>& libraries() {
 
 // They allocate, or speak of memory, and launch nothing.
 const std::set<std::string> WITHOUT_KERNEL = {
-    "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::resize_",
-    "aten::set_", "aten::record_stream", "aten::is_pinned", "aten::_pin_memory"};
+    "aten::empty",         "aten::empty_like", "aten::empty_strided",
+    "aten::new_empty",     "aten::resize_",    "aten::set_",
+    "aten::record_stream", "aten::is_pinned",  "aten::_pin_memory"};
 // One kernel for all devices, which launches by itself.
 const std::set<std::string> FOR_ALL_DEVICES = {"aten::copy_"};
 
 }  // namespace
 
-// Takes over every operator with a CUDA kernel in a namespace; again after another library was loaded.
+// Takes over every operator with a CUDA kernel in a namespace; again after another library was
+// loaded.
 extern "C" HOSTCUDA int hostcuda_values(const char* name_space) {
   int count = 0;
   libraries().emplace_back(torch::Library::IMPL, name_space, DispatchKey::CUDA, __FILE__, __LINE__);
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
-    if (name.name.rfind(std::string(name_space) + "::", 0) || WITHOUT_KERNEL.count(name.name)) continue;
+    if (name.name.rfind(std::string(name_space) + "::", 0) || WITHOUT_KERNEL.count(name.name))
+      continue;
     auto op = c10::Dispatcher::singleton().findOp(name);
     if (!op || !op->hasSchema()) continue;
-    if (!op->hasKernelForDispatchKey(DispatchKey::CUDA) && !FOR_ALL_DEVICES.count(name.name)) continue;
+    if (!op->hasKernelForDispatchKey(DispatchKey::CUDA) && !FOR_ALL_DEVICES.count(name.name))
+      continue;
     const std::string full = name.name + "." + name.overload_name;
     if (kernels.count(full)) continue;
     kernels.emplace(full, op->getComputedKernelForDispatchKey(DispatchKey::CUDA));
-    const std::string local =
-        name.name.substr(name.name.find("::") + 2) + (name.overload_name.empty() ? "" : "." + name.overload_name);
+    const std::string local = name.name.substr(name.name.find("::") + 2) +
+        (name.overload_name.empty() ? "" : "." + name.overload_name);
     libraries().back().impl(local.c_str(), torch::CppFunction::makeFromBoxedFunction<&wrapper>());
     ++count;
   }
   return count;
 }
 
-// Tells the runtime what torch's allocator does with memory of no graph. Not before CUDA is initialized.
+// Tells the runtime what torch's allocator does with memory of no graph. Not before CUDA is
+// initialized.
 extern "C" HOSTCUDA void hostcuda_watch_allocator() {
   using c10::cuda::CUDACachingAllocator::TraceEntry;
   c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker([](const TraceEntry& entry) {

@@ -10,7 +10,8 @@ namespace shardgrad::cuda {
 
 template <class Arguments>
 void launch(
-    int (*launcher)(const Arguments*, void*), const Arguments& arguments, const torch::stable::Tensor&) {
+    int (*launcher)(const Arguments*, void*), const Arguments& arguments,
+    const torch::stable::Tensor&) {
   const int status = launcher(&arguments, nullptr);
   STD_TORCH_CHECK(status == 0, "launch failed: ", shardgrad_cuda_error(status));
 }

@@ -1,5 +1,6 @@
-// What csrc/cuda needs of CUDA, on the host, in one thread. A few blocks are resident at once and take turns; both
-// their order and that of the threads of a block are drawn, again for each launch. `__init__.py` has the rest.
+// What csrc/cuda needs of CUDA, on the host, in one thread. A few blocks are resident at once and
+// take turns; both their order and that of the threads of a block are drawn, again for each launch.
+// `__init__.py` has the rest.
 #pragma once
 
 #include <setjmp.h>
@@ -41,15 +42,16 @@ namespace on_host {
 // Fewer than most segments of the tests have tiles.
 inline int processors = 3;
 
-// -- the threads of a block -----------------------------------------------------------------------------------
+// -- the threads of a block
+// -----------------------------------------------------------------------------------
 
 inline dim3 thread, block, grid;  // of the thread that runs
 
 enum class At { kNothing, kBarrier, kEnd };
 
-// A thread of a block that synchronises is a fiber: it runs up to a barrier, where it waits for the others, or to an
-// operation that other blocks may see, before which they may run. It begins as a context, once, and is left and
-// resumed by jumps, which ask the system for nothing.
+// A thread of a block that synchronises is a fiber: it runs up to a barrier, where it waits for the
+// others, or to an operation that other blocks may see, before which they may run. It begins as a
+// context, once, and is left and resumed by jumps, which ask the system for nothing.
 struct Fiber {
   ucontext_t begin;
   jmp_buf resume;
@@ -71,9 +73,11 @@ inline std::vector<Block> resident;
 inline Block* running = nullptr;  // of a kernel that synchronises
 inline jmp_buf scheduler;
 inline std::function<void()> body;
-inline std::mt19937_64 drawn(getenv("ON_HOST_SEED") ? strtoull(getenv("ON_HOST_SEED"), nullptr, 10) : 0);
+inline std::mt19937_64 drawn(
+    getenv("ON_HOST_SEED") ? strtoull(getenv("ON_HOST_SEED"), nullptr, 10) : 0);
 
-// Shared memory holds nothing at first. Of its own allocation, so that a sanitizer knows where it ends.
+// Shared memory holds nothing at first. Of its own allocation, so that a sanitizer knows where it
+// ends.
 template <class T>
 T& shared(const void* variable) {
   auto& memory = running->shared[variable];
@@ -141,16 +145,19 @@ inline bool advance(Block& of) {
   for (const Fiber& each : of.fibers) {
     if (each.at == first.at && (each.at == At::kEnd || each.barrier == first.barrier)) continue;
     resident.clear();
-    throw std::runtime_error("threads of a block wait at different barriers, or some of them have ended");
+    throw std::runtime_error(
+        "threads of a block wait at different barriers, or some of them have ended");
   }
   if (first.at == At::kEnd) return true;
   for (Fiber& each : of.fibers) each.at = At::kNothing;
   return false;
 }
 
-// -- the blocks of a grid -------------------------------------------------------------------------------------
+// -- the blocks of a grid
+// -------------------------------------------------------------------------------------
 
-// If there are any, only these run, of each row of blocks: tests of sizes that no host gets through.
+// If there are any, only these run, of each row of blocks: tests of sizes that no host gets
+// through.
 inline std::vector<unsigned> only;
 
 inline std::vector<dim3> blocks_in_order() {
@@ -199,7 +206,8 @@ inline void run(dim3 of_grid, unsigned threads, bool synchronises, std::function
   }
 }
 
-// -- kernels --------------------------------------------------------------------------------------------------
+// -- kernels
+// -------------------------------------------------------------------------------------------------
 
 // A kernel as `cudaLaunchKernel` has it: with pointers to its arguments.
 using Run = void(void* const* arguments, unsigned grid_x, unsigned grid_y, unsigned threads);
@@ -222,7 +230,9 @@ struct Kernel<kernel, synchronises> {
   static_assert((std::is_trivially_copyable_v<P> && ...), "a launch copies bytes");
 
   static void run(void* const* arguments, unsigned grid_x, unsigned grid_y, unsigned threads) {
-    on_host::run({grid_x, grid_y}, threads, synchronises, [=] { call(arguments, std::index_sequence_for<P...>{}); });
+    on_host::run({grid_x, grid_y}, threads, synchronises, [=] {
+      call(arguments, std::index_sequence_for<P...>{});
+    });
   }
 
   template <size_t... i>
@@ -230,7 +240,8 @@ struct Kernel<kernel, synchronises> {
     kernel(*static_cast<P*>(arguments[i])...);
   }
 
-  static inline const bool is_known = kernels().emplace(typeid(Kernel).name(), Launchable{run, {sizeof(P)...}}).second;
+  static inline const bool is_known =
+      kernels().emplace(typeid(Kernel).name(), Launchable{run, {sizeof(P)...}}).second;
 };
 
 template <auto kernel, bool synchronises, class... P>

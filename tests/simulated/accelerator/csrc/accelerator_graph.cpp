@@ -1,5 +1,5 @@
-// `torch.accelerator.Graph` on a simulated device, and the allocator of pinned memory whose cache that class
-// empties first. Torch has it from 2.13 on; before that this file is empty.
+// `torch.accelerator.Graph` on a simulated device, and the allocator of pinned memory whose cache
+// that class empties first. Torch has it from 2.13 on; before that this file is empty.
 
 #if __has_include(<ATen/core/GraphImplInterface.h>)
 
@@ -20,7 +20,9 @@ struct AcceleratorGraph final : at::GraphImplInterface {
   void instantiate() override {}
   void replay() override { graph.replay(); }
   void reset() override { graph.reset(); }
-  c10::MempoolId_t pool() const override { return {0, static_cast<c10::CaptureId_t>(graph.number())}; }
+  c10::MempoolId_t pool() const override {
+    return {0, static_cast<c10::CaptureId_t>(graph.number())};
+  }
   void enable_debug_mode() override {}
   void debug_dump(const std::string&) override {}
 
@@ -30,7 +32,9 @@ struct AcceleratorGraph final : at::GraphImplInterface {
 // Pinned memory is plain memory here.
 struct HostAllocator final : at::HostAllocator {
   c10::DataPtr allocate(size_t nbytes) override { return c10::GetCPUAllocator()->allocate(nbytes); }
-  void copy_data(void* to, const void* from, size_t nbytes) const override { std::memcpy(to, from, nbytes); }
+  void copy_data(void* to, const void* from, size_t nbytes) const override {
+    std::memcpy(to, from, nbytes);
+  }
   bool record_event(void*, void*, c10::Stream) override { return true; }
   void empty_cache() override {}
   at::HostStats get_stats() override { return {}; }

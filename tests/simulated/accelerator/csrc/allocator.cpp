@@ -26,14 +26,16 @@ struct Allocator final : c10::DeviceAllocator {
     c10::Device where(kType, static_cast<c10::DeviceIndex>(device));
     if (nbytes == 0) return {nullptr, nullptr, &release, where};
     Site site = site_of("allocate");
-    uintptr_t base =
-        told([&] { return Simulator::get().allocate(device, current_stream(device), nbytes, site); });
+    uintptr_t base = told(
+        [&] { return Simulator::get().allocate(device, current_stream(device), nbytes, site); });
     auto* memory = reinterpret_cast<void*>(base);
     std::memset(memory, 0xff, nbytes);  // NaN, so that what nobody wrote is noticed
     return {memory, memory, &release, where};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
-  void copy_data(void* to, const void* from, size_t nbytes) const override { std::memcpy(to, from, nbytes); }
+  void copy_data(void* to, const void* from, size_t nbytes) const override {
+    std::memcpy(to, from, nbytes);
+  }
 
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override {}
@@ -48,10 +50,12 @@ struct Allocator final : c10::DeviceAllocator {
 
 Allocator the_allocator;
 
-// A generator of a simulated device. Kernels are the CPU's and want a CPU generator, which it keeps inside.
+// A generator of a simulated device. Kernels are the CPU's and want a CPU generator, which it keeps
+// inside.
 struct Generator final : c10::GeneratorImpl {
   explicit Generator(c10::DeviceIndex device, at::Generator inner)
-      : c10::GeneratorImpl(c10::Device(kType, device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
+      : c10::GeneratorImpl(
+            c10::Device(kType, device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
         inner(std::move(inner)) {}
   static c10::DeviceType device_type() { return kType; }
   void set_current_seed(uint64_t seed) override { inner.set_current_seed(seed); }
@@ -59,7 +63,9 @@ struct Generator final : c10::GeneratorImpl {
   uint64_t get_offset() const override { return inner.get_offset(); }
   uint64_t current_seed() const override { return inner.current_seed(); }
   uint64_t seed() override { return inner.seed(); }
-  void set_state(const c10::TensorImpl& state) override { inner.unsafeGetGeneratorImpl()->set_state(state); }
+  void set_state(const c10::TensorImpl& state) override {
+    inner.unsafeGetGeneratorImpl()->set_state(state);
+  }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
     return inner.unsafeGetGeneratorImpl()->get_state();
   }
@@ -75,7 +81,8 @@ at::Generator new_generator(c10::DeviceIndex device) {
 const at::Generator& default_generator(int device) {
   static auto* made = [] {
     auto* all = new std::vector<at::Generator>();
-    for (int i = 0; i < kDevices; ++i) all->push_back(new_generator(static_cast<c10::DeviceIndex>(i)));
+    for (int i = 0; i < kDevices; ++i)
+      all->push_back(new_generator(static_cast<c10::DeviceIndex>(i)));
     return all;
   }();
   return made->at(device < 0 ? current_device() : device);
@@ -86,7 +93,9 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   c10::DeviceIndex deviceCount() const override { return kDevices; }
-  c10::DeviceIndex getCurrentDevice() const override { return static_cast<c10::DeviceIndex>(current_device()); }
+  c10::DeviceIndex getCurrentDevice() const override {
+    return static_cast<c10::DeviceIndex>(current_device());
+  }
   void setCurrentDevice(c10::DeviceIndex device) const override { set_current_device(device); }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
     auto before = getCurrentDevice();
@@ -125,10 +134,13 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     int device = current_device();
     Site site = site_of("resize_");
     auto& simulator = Simulator::get();
-    auto work = told([&] { return simulator.begin(device, current_stream(device), site, "resize_"); });
+    auto work =
+        told([&] { return simulator.begin(device, current_stream(device), site, "resize_"); });
     std::vector<Access> accesses = {{from, nbytes, false}, {to, nbytes, true}};
     simulator.touch(work, accesses);
-    auto run = [=] { std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), nbytes); };
+    auto run = [=] {
+      std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), nbytes);
+    };
     run();
     if (work.graph != nullptr)
       simulator.append(*work.graph, {Item::Launch, work.stamp.lane, site, accesses, run, {}, 0});
@@ -157,7 +169,8 @@ std::function<void()> remember_generators(int device) {
   for (auto generator : {cpu_generator(device), at::detail::getDefaultCPUGenerator()})
     states.emplace_back(generator, generator.unsafeGetGeneratorImpl()->get_state());
   return [states] {
-    for (const auto& [generator, state] : states) generator.unsafeGetGeneratorImpl()->set_state(*state);
+    for (const auto& [generator, state] : states)
+      generator.unsafeGetGeneratorImpl()->set_state(*state);
   };
 }
 

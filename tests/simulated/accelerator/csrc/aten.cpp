@@ -21,23 +21,28 @@ using Ints = c10::SymIntArrayRef;
 
 constexpr auto kKeys = c10::DispatchKeySet(c10::DispatchKey::PrivateUse1);
 
-at::Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>,
-                 std::optional<c10::Device> device, std::optional<bool>, std::optional<c10::MemoryFormat> format) {
+at::Tensor empty(
+    c10::IntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>,
+    std::optional<c10::Device> device, std::optional<bool>,
+    std::optional<c10::MemoryFormat> format) {
   c10::OptionalDeviceGuard guard(device);
   return at::detail::empty_generic(size, allocator(), kKeys, c10::dtype_or_default(dtype), format);
 }
 
-at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<c10::ScalarType> dtype,
-                         std::optional<c10::Layout>, std::optional<c10::Device> device, std::optional<bool>) {
+at::Tensor empty_strided(
+    c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<c10::ScalarType> dtype,
+    std::optional<c10::Layout>, std::optional<c10::Device> device, std::optional<bool>) {
   c10::OptionalDeviceGuard guard(device);
-  return at::detail::empty_strided_generic(size, stride, allocator(), kKeys, c10::dtype_or_default(dtype));
+  return at::detail::empty_strided_generic(
+      size, stride, allocator(), kKeys, c10::dtype_or_default(dtype));
 }
 
-at::Tensor as_strided(const at::Tensor& self, Ints size, Ints stride, std::optional<c10::SymInt> offset) {
+at::Tensor as_strided(
+    const at::Tensor& self, Ints size, Ints stride, std::optional<c10::SymInt> offset) {
   std::optional<int64_t> begin;
   if (offset) begin = offset->guard_int(__FILE__, __LINE__);
-  return at::native::as_strided_tensorimpl(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride),
-                                           begin);
+  return at::native::as_strided_tensorimpl(
+      self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), begin);
 }
 
 at::Tensor view(const at::Tensor& self, Ints size) {
@@ -45,19 +50,23 @@ at::Tensor view(const at::Tensor& self, Ints size) {
 }
 
 at::Tensor reshape_alias(const at::Tensor& self, Ints size, Ints stride) {
-  return at::native::_reshape_alias(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
+  return at::native::_reshape_alias(
+      self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
 }
 
-const at::Tensor& resize(const at::Tensor& self, Ints size, std::optional<c10::MemoryFormat> format) {
+const at::Tensor& resize(
+    const at::Tensor& self, Ints size, std::optional<c10::MemoryFormat> format) {
   OnDevice on(self.device().index());
   return at::native::resize_(self, C10_AS_INTARRAYREF_SLOW(size), format);
 }
 
-at::Tensor& set_storage(at::Tensor& self, at::Storage storage, c10::SymInt offset, Ints size, Ints stride) {
+at::Tensor& set_storage(
+    at::Tensor& self, at::Storage storage, c10::SymInt offset, Ints size, Ints stride) {
   auto* impl = self.unsafeGetTensorImpl();
   impl->set_storage_keep_dtype(std::move(storage));
-  impl->set_sizes_and_strides(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride),
-                              offset.guard_int(__FILE__, __LINE__));
+  impl->set_sizes_and_strides(
+      C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride),
+      offset.guard_int(__FILE__, __LINE__));
   return self;
 }
 
@@ -75,7 +84,8 @@ at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
   return self;
 }
 
-// Between two devices a copy runs on the source's stream, and each side's stream waits for the other's.
+// Between two devices a copy runs on the source's stream, and each side's stream waits for the
+// other's.
 void order_devices(int from, int to) {
   auto& simulator = Simulator::get();
   Event here, there;
@@ -91,9 +101,12 @@ void copy_between(const at::Tensor& from, const at::Tensor& to, bool non_blockin
   bool with_host = !is_simulated(from) || !is_simulated(to);
   auto& simulator = Simulator::get();
   if (with_host && !non_blocking && simulator.capturing(device))
-    throw Refusal(Error::HostSyncInCapture, "a blocking copy between the host and sim:" + std::to_string(device) +
-                                                " during a capture of this device");
-  if (!with_host && from.device() != to.device()) order_devices(from.device().index(), to.device().index());
+    throw Refusal(
+        Error::HostSyncInCapture,
+        "a blocking copy between the host and sim:" + std::to_string(device) +
+            " during a capture of this device");
+  if (!with_host && from.device() != to.device())
+    order_devices(from.device().index(), to.device().index());
   OnDevice on(device);
   Site site = site_of("aten::copy_");
   auto work = simulator.begin(device, current_stream(device), site, "aten::copy_");
@@ -106,7 +119,8 @@ void copy_between(const at::Tensor& from, const at::Tensor& to, bool non_blockin
   if (work.graph == nullptr || is_simulated(to)) target.copy_(source);
   if (work.graph != nullptr) {
     auto run = [source, target] { target.copy_(source); };
-    simulator.append(*work.graph, {Item::Launch, work.stamp.lane, site, std::move(accesses), run, {}, 0});
+    simulator.append(
+        *work.graph, {Item::Launch, work.stamp.lane, site, std::move(accesses), run, {}, 0});
   } else if (with_host && (!non_blocking || !is_simulated(to))) {
     simulator.synchronize_stream(device, current_stream(device));
   } else if (!with_host && from.device() != to.device()) {
@@ -130,7 +144,8 @@ at::Scalar local_scalar(const at::Tensor& self) {
   Site site = site_of("aten::item");
   told([&] {
     auto& simulator = Simulator::get();
-    if (simulator.capturing(device)) simulator.synchronize_stream(device, current_stream(device));  // refuses
+    if (simulator.capturing(device))
+      simulator.synchronize_stream(device, current_stream(device));  // refuses
     auto work = simulator.begin(device, current_stream(device), site, "aten::item");
     std::vector<Access> accesses;
     append_accesses(self, false, accesses);
@@ -146,13 +161,15 @@ void record_stream(at::Tensor& self, c10::Stream stream) {
 }
 
 // Attention in plain ops: the fused kernels are not the CPU's to give.
-int64_t attention_choice(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
-                         double, bool, std::optional<double>, bool) {
+int64_t attention_choice(
+    const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
+    double, bool, std::optional<double>, bool) {
   return 0;
 }
 
 // The CPU's kernel asks for no generator and would draw from the host's.
-std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, double p, std::optional<bool> train) {
+std::tuple<at::Tensor, at::Tensor> native_dropout(
+    const at::Tensor& input, double p, std::optional<bool> train) {
   at::Tensor kept = at::empty_like(input, input.options().dtype(at::kBool));
   if (train.has_value() && !*train) return {input.clone(), kept.fill_(true)};
   kept.bernoulli_(1 - p);
@@ -160,7 +177,9 @@ std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, doubl
 }
 
 // The state of a device's default generator; setting it takes a state of the same kind.
-at::Tensor generator_state(int64_t device) { return cpu_generator(static_cast<int>(device)).get_state(); }
+at::Tensor generator_state(int64_t device) {
+  return cpu_generator(static_cast<int>(device)).get_state();
+}
 
 void set_generator_state(int64_t device, const at::Tensor& state) {
   cpu_generator(static_cast<int>(device)).set_state(state);
@@ -175,7 +194,8 @@ void seed_generator(int64_t device, int64_t seed) {
 
 TORCH_LIBRARY_FRAGMENT(simulated, library) {
   library.def("generator_state(int device) -> Tensor", simulated::generator_state);
-  library.def("set_generator_state(int device, Tensor state) -> ()", simulated::set_generator_state);
+  library.def(
+      "set_generator_state(int device, Tensor state) -> ()", simulated::set_generator_state);
   library.def("seed_generator(int device, int seed) -> ()", simulated::seed_generator);
 }
 

@@ -115,7 +115,8 @@ PYBIND11_MODULE(simulated_accelerator, module) {
   module.def("hazards", &hazards);
   module.def("forget_hazards", [] { Simulator::get().forget_hazards(); });
   module.def("restart_schedules", [](bool keep) { Simulator::get().restart_schedules(keep); });
-  module.def("schedule_digest", [](int device) { return Simulator::get().schedule_digest(device); });
+  module.def(
+      "schedule_digest", [](int device) { return Simulator::get().schedule_digest(device); });
   module.def("launches", &launches);
   module.def("memory", &memory);
   module.def("empty_cache", [](int device) { Simulator::get().empty_cache(device); });

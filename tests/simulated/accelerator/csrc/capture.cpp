@@ -1,8 +1,8 @@
 // Capture and replay: the part of `Simulator` that records instead of doing.
 //
-// While a device is captured its kernels still run, since the host needs shapes and nothing else; what they
-// write to memory from before the capture is put back at its end. Order is checked at each replay, when the
-// recorded actions happen, on lanes of the graph's own.
+// While a device is captured its kernels still run, since the host needs shapes and nothing else;
+// what they write to memory from before the capture is put back at its end. Order is checked at
+// each replay, when the recorded actions happen, on lanes of the graph's own.
 
 #include <cstring>
 
@@ -22,9 +22,10 @@ bool Simulator::capturing(int device, int64_t stream) {
 
 void Simulator::require_member(const Graph& graph, int64_t stream, const char* what) {
   if (graph.lanes.count(stream) == 0)
-    throw Refusal(Error::OutsideCapture, std::string(what) + " on stream " + std::to_string(stream) + " of sim:" +
-                                             std::to_string(graph.device) +
-                                             " during a capture that this stream has not joined");
+    throw Refusal(
+        Error::OutsideCapture,
+        std::string(what) + " on stream " + std::to_string(stream) + " of sim:" +
+            std::to_string(graph.device) + " during a capture that this stream has not joined");
 }
 
 // Returns the lane of a stream in a capture; a stream joins by waiting for an event of the capture.
@@ -32,20 +33,25 @@ Lane Simulator::graph_lane(Graph& graph, int64_t stream) {
   auto found = graph.lanes.find(stream);
   if (found != graph.lanes.end()) return found->second;
   if (stream == 0)
-    throw Refusal(Error::DefaultStreamCapture, "the default stream of sim:" + std::to_string(graph.device) +
-                                                   " cannot join a capture");
+    throw Refusal(
+        Error::DefaultStreamCapture,
+        "the default stream of sim:" + std::to_string(graph.device) + " cannot join a capture");
   return graph.lanes[stream] = new_lane(graph.device, stream, graph.number);
 }
 
 void Simulator::begin_capture(Graph& graph, int device, int64_t stream) {
   Lock lock(mutex_);
   if (captures_[device] != nullptr)
-    throw Refusal(Error::NestedCapture, "sim:" + std::to_string(device) + " is being captured already");
+    throw Refusal(
+        Error::NestedCapture, "sim:" + std::to_string(device) + " is being captured already");
   if (stream == 0)
-    throw Refusal(Error::DefaultStreamCapture,
-                  "a capture needs a stream of its own, got the default stream of sim:" + std::to_string(device));
+    throw Refusal(
+        Error::DefaultStreamCapture,
+        "a capture needs a stream of its own, got the default stream of sim:" +
+            std::to_string(device));
   if (graph.state != Graph::Empty)
-    throw Refusal(Error::Capture, "this graph holds a capture already; make a new one, or reset it");
+    throw Refusal(
+        Error::Capture, "this graph holds a capture already; make a new one, or reset it");
   graph.state = Graph::Capturing;
   graph.device = device;
   graph.number = ++graphs_;
@@ -98,11 +104,13 @@ void Simulator::end_capture(Graph& graph) {
   std::string unjoined;
   {
     Lock lock(mutex_);
-    if (graph.state != Graph::Capturing) throw Refusal(Error::Capture, "this graph is not capturing");
+    if (graph.state != Graph::Capturing)
+      throw Refusal(Error::Capture, "this graph is not capturing");
     const Clock& origin = lanes_[graph.origin].clock;
     for (const auto& [lane, tick] : graph.launched)
       if (!origin.knows(lane, tick))
-        unjoined += (unjoined.empty() ? "stream " : ", stream ") + std::to_string(lanes_[lane].stream);
+        unjoined +=
+            (unjoined.empty() ? "stream " : ", stream ") + std::to_string(lanes_[lane].stream);
     if (unjoined.empty()) {
       undo(graph);
       captures_[graph.device] = nullptr;
@@ -112,8 +120,10 @@ void Simulator::end_capture(Graph& graph) {
   if (unjoined.empty()) return;
   int device = graph.device;
   abandon_capture(graph);
-  throw Refusal(Error::UnjoinedStream, "the capture on sim:" + std::to_string(device) + " ended while work on " +
-                                           unjoined + " was not joined to the stream it began on");
+  throw Refusal(
+      Error::UnjoinedStream,
+      "the capture on sim:" + std::to_string(device) + " ended while work on " + unjoined +
+          " was not joined to the stream it began on");
 }
 
 // Does the bookkeeping of one recorded action; the mutex is held.
@@ -140,11 +150,13 @@ void Simulator::step(const Item& item, std::vector<Clock>& events) {
   if (item.type != Item::Allocate) schedules_[lane.device].launched(stamp, lane.clock);
   for (const Access& access : item.accesses) {
     Block* block = memory_.find(access.begin);
-    // Memory of a graph, this one's or one it follows, is lent again only in captures of that graph.
+    // Memory of a graph, this one's or one it follows, is lent again only in captures of that
+    // graph.
     if (block == nullptr || block->pool != 0) continue;
     if (!block->live || block->generation != access.generation)
-      report(HazardKind::UseAfterFree, block->freed, stamp, *block, access.begin - block->base,
-             access.begin - block->base + access.nbytes);
+      report(
+          HazardKind::UseAfterFree, block->freed, stamp, *block, access.begin - block->base,
+          access.begin - block->base + access.nbytes);
   }
   inspect(stamp, item.accesses);
 }
@@ -154,10 +166,13 @@ void Simulator::replay(Graph& graph, int64_t stream, Site site) {
   Lane launching;
   {
     Lock lock(mutex_);
-    if (graph.state != Graph::Ready) throw Refusal(Error::Capture, "replay needs a graph that was captured");
+    if (graph.state != Graph::Ready)
+      throw Refusal(Error::Capture, "replay needs a graph that was captured");
     if (captures_[graph.device] != nullptr)
-      throw Refusal(Error::NestedCapture, "a graph is replayed on sim:" + std::to_string(graph.device) +
-                                              " while this device is being captured");
+      throw Refusal(
+          Error::NestedCapture,
+          "a graph is replayed on sim:" + std::to_string(graph.device) +
+              " while this device is being captured");
     launching = eager_lane(graph.device, stream);
     Clock start = (advance(launching, site), lanes_[launching].clock);
     for (const auto& [unused, lane] : graph.lanes) lanes_[lane].clock.join(start);

@@ -15,9 +15,7 @@ using Tick = int64_t;
 
 class Clock {
  public:
-  Tick at(Lane lane) const {
-    return static_cast<size_t>(lane) < ticks_.size() ? ticks_[lane] : 0;
-  }
+  Tick at(Lane lane) const { return static_cast<size_t>(lane) < ticks_.size() ? ticks_[lane] : 0; }
 
   void set(Lane lane, Tick tick) {
     if (static_cast<size_t>(lane) >= ticks_.size()) ticks_.resize(lane + 1, 0);
@@ -26,7 +24,8 @@ class Clock {
 
   void join(const Clock& other) {
     if (other.ticks_.size() > ticks_.size()) ticks_.resize(other.ticks_.size(), 0);
-    for (size_t i = 0; i < other.ticks_.size(); ++i) ticks_[i] = std::max(ticks_[i], other.ticks_[i]);
+    for (size_t i = 0; i < other.ticks_.size(); ++i)
+      ticks_[i] = std::max(ticks_[i], other.ticks_[i]);
   }
 
   const std::vector<Tick>& ticks() const { return ticks_; }

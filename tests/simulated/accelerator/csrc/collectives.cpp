@@ -1,9 +1,9 @@
 // Collectives between virtual ranks: threads of this process, each with a simulated device.
 //
-// A rank's part runs on its current stream, which the process group makes a communication stream. The ranks
-// meet twice. After the first meeting each reads what it needs, also from its peers, ordered after everything
-// that every peer's communication stream had been given; after the second each writes its outputs, so that
-// nobody overwrites what a peer still reads.
+// A rank's part runs on its current stream, which the process group makes a communication stream.
+// The ranks meet twice. After the first meeting each reads what it needs, also from its peers,
+// ordered after everything that every peer's communication stream had been given; after the second
+// each writes its outputs, so that nobody overwrites what a peer still reads.
 
 #include <Python.h>
 #include <torch/library.h>
@@ -66,7 +66,8 @@ class Meeting {
     }
     auto turn = turn_;
     auto limit = std::chrono::duration<double>(timeout_s_);
-    bool came = everybody_.wait_for(lock, limit, [&] { return turn_ != turn || !aborted_.empty(); });
+    bool came =
+        everybody_.wait_for(lock, limit, [&] { return turn_ != turn || !aborted_.empty(); });
     if (turn_ != turn) return complete_;
     refuse_if_aborted();
     if (!came) throw Refusal(Error::Collective, late(offers_[rank].what));
@@ -81,15 +82,16 @@ class Meeting {
 
  private:
   void refuse_if_aborted() const {
-    if (!aborted_.empty()) throw Refusal(Error::Collective, "the collective was given up: " + aborted_);
+    if (!aborted_.empty())
+      throw Refusal(Error::Collective, "the collective was given up: " + aborted_);
   }
 
   std::string late(const std::string& what) const {
     std::string missing;
     for (int rank = 0; rank < size(); ++rank)
       if (!here_[rank]) missing += (missing.empty() ? "" : ", ") + std::to_string(rank);
-    return what + ": waited " + std::to_string(static_cast<int>(timeout_s_)) +
-           " s for rank(s) " + missing + " of the group, which did not come";
+    return what + ": waited " + std::to_string(static_cast<int>(timeout_s_)) + " s for rank(s) " +
+        missing + " of the group, which did not come";
   }
 
   std::mutex mutex_;
@@ -160,14 +162,10 @@ std::vector<std::vector<std::pair<int, int>>> Part::sources() const {
 at::Tensor Part::reduced(const std::vector<at::Tensor>& values) const {
   at::Tensor total = values[0].clone();
   for (size_t i = 1; i < values.size(); ++i) {
-    if (reduction == "max")
-      total = total.maximum(values[i]);
-    else if (reduction == "min")
-      total = total.minimum(values[i]);
-    else if (reduction == "product")
-      total.mul_(values[i]);
-    else
-      total.add_(values[i]);
+    if (reduction == "max") total = total.maximum(values[i]);
+    else if (reduction == "min") total = total.minimum(values[i]);
+    else if (reduction == "product") total.mul_(values[i]);
+    else total.add_(values[i]);
   }
   if (reduction == "avg") total.div_(static_cast<double>(values.size()));
   return total;
@@ -177,8 +175,10 @@ void Part::require_agreement(const std::vector<Offer>& offers) const {
   for (int peer = 0; peer < meeting->size(); ++peer) {
     const Offer& offer = offers[peer];
     if (offer.what != offers[0].what)
-      throw Refusal(Error::Collective, "rank 0 of the group is in " + offers[0].what + ", rank " +
-                                           std::to_string(peer) + " in " + offer.what);
+      throw Refusal(
+          Error::Collective,
+          "rank 0 of the group is in " + offers[0].what + ", rank " + std::to_string(peer) +
+              " in " + offer.what);
     if (offer.captured != offers[0].captured)
       throw Refusal(Error::Collective, offer.what + ": some ranks capture it and some run it");
   }
@@ -199,11 +199,13 @@ void Part::run(Lane lane, Site site, Graph* graph) const {
     for (auto [peer, index] : wanted[out]) {
       const at::Tensor& term = begun->at(peer).inputs.at(index);
       if (term.numel() != outputs[out].numel() || term.scalar_type() != outputs[out].scalar_type())
-        throw Refusal(Error::Collective, what() + ": rank " + std::to_string(peer) + " of the group sent " +
-                                             std::to_string(term.numel()) + " elements of " +
-                                             c10::toString(term.scalar_type()) + ", rank " + std::to_string(rank) +
-                                             " has room for " + std::to_string(outputs[out].numel()) + " of " +
-                                             c10::toString(outputs[out].scalar_type()));
+        throw Refusal(
+            Error::Collective,
+            what() + ": rank " + std::to_string(peer) + " of the group sent " +
+                std::to_string(term.numel()) + " elements of " + c10::toString(term.scalar_type()) +
+                ", rank " + std::to_string(rank) + " has room for " +
+                std::to_string(outputs[out].numel()) + " of " +
+                c10::toString(outputs[out].scalar_type()));
       terms.push_back(term);
       if (term.numel() > 0)
         reads.push_back({reinterpret_cast<uintptr_t>(term.data_ptr()), term.nbytes(), false});
@@ -215,17 +217,24 @@ void Part::run(Lane lane, Site site, Graph* graph) const {
 
   Offers read = meeting->meet(rank, {simulator.clock_of(lane), what(), graph != nullptr, {}});
   for (const Offer& offer : *read) simulator.join(lane, offer.clock);
-  if (graph == nullptr)
-    simulator.check(stamp, writes);
-  else
-    simulator.remember_for_undo(*graph, writes);
-  for (size_t out = 0; out < outputs.size(); ++out) outputs[out].view(-1).copy_(values[out].view(-1));
+  if (graph == nullptr) simulator.check(stamp, writes);
+  else simulator.remember_for_undo(*graph, writes);
+  for (size_t out = 0; out < outputs.size(); ++out)
+    outputs[out].view(-1).copy_(values[out].view(-1));
 }
 
-void collective(at::TensorList inputs, at::TensorList outputs, c10::string_view kind, c10::string_view reduction,
-                int64_t root, int64_t group, int64_t rank) {
-  Part part{meeting_of(static_cast<int>(group)), std::string(kind), std::string(reduction),
-            static_cast<int>(root),  static_cast<int>(rank), {}, {}, {}};
+void collective(
+    at::TensorList inputs, at::TensorList outputs, c10::string_view kind,
+    c10::string_view reduction, int64_t root, int64_t group, int64_t rank) {
+  Part part{
+      meeting_of(static_cast<int>(group)),
+      std::string(kind),
+      std::string(reduction),
+      static_cast<int>(root),
+      static_cast<int>(rank),
+      {},
+      {},
+      {}};
   int device = (inputs.empty() ? outputs : inputs)[0].device().index();
   for (const at::Tensor& tensor : inputs) part.inputs.push_back(on_cpu(tensor));
   for (const at::Tensor& tensor : outputs) {
@@ -235,7 +244,9 @@ void collective(at::TensorList inputs, at::TensorList outputs, c10::string_view 
   for (at::TensorList tensors : {inputs, outputs})
     for (const at::Tensor& tensor : tensors)
       if (!is_simulated(tensor) || tensor.device().index() != device || !tensor.is_contiguous())
-        fail(Error::MixedDevices, part.what() + ": expected contiguous tensors on sim:" + std::to_string(device));
+        fail(
+            Error::MixedDevices,
+            part.what() + ": expected contiguous tensors on sim:" + std::to_string(device));
   OnDevice on(device);
   Site site = site_of("simulated::" + part.kind);
   told([&] {
@@ -271,8 +282,11 @@ void forget_groups() {
 
 TORCH_LIBRARY_FRAGMENT(simulated, library) {
   library.def(
-      "collective(Tensor[] inputs, Tensor(a!)[] outputs, str kind, str reduction, int root, int group, int rank)"
+      "collective(Tensor[] inputs, Tensor(a!)[] outputs, str kind, str reduction, int root, int "
+      "group, int rank)"
       " -> ()");
 }
 
-TORCH_LIBRARY_IMPL(simulated, PrivateUse1, library) { library.impl("collective", simulated::collective); }
+TORCH_LIBRARY_IMPL(simulated, PrivateUse1, library) {
+  library.impl("collective", simulated::collective);
+}

@@ -10,7 +10,8 @@ class CapturedGraph {
  public:
   ~CapturedGraph() { reset(); }
 
-  // Captures what is launched on the current stream of the current device, and on streams that join it.
+  // Captures what is launched on the current stream of the current device, and on streams that join
+  // it.
   void begin() {
     int device = current_device();
     told([&] { Simulator::get().begin_capture(graph_, device, current_stream(device)); });

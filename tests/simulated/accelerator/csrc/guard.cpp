@@ -1,4 +1,5 @@
-// Streams and events as torch sees them: `torch.Stream`, `torch.Event`, `torch.accelerator` and autograd.
+// Streams and events as torch sees them: `torch.Stream`, `torch.Event`, `torch.accelerator` and
+// autograd.
 
 #include <c10/core/Allocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -31,8 +32,9 @@ Event& event_of(void* event) { return *static_cast<Event*>(event); }
 int current_device() { return this_device; }
 
 void set_current_device(int device) {
-  TORCH_CHECK_INDEX(device >= 0 && device < kDevices, "expected a device from sim:0 to sim:", kDevices - 1,
-                    ", got sim:", device);
+  TORCH_CHECK_INDEX(
+      device >= 0 && device < kDevices, "expected a device from sim:0 to sim:", kDevices - 1,
+      ", got sim:", device);
   this_device = device;
 }
 
@@ -59,7 +61,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     int index = index_of(device);
     return stream_of(index, this_stream[index]);
   }
-  c10::Stream getDefaultStream(c10::Device device) const override { return stream_of(index_of(device), 0); }
+  c10::Stream getDefaultStream(c10::Device device) const override {
+    return stream_of(index_of(device), 0);
+  }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool high) const override {
     return getNewStream(device, high ? -1 : 0);
   }
@@ -77,8 +81,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return Simulator::get().capturing(stream.device_index(), stream.id());
   }
 
-  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex device,
-              const c10::EventFlag) const override {
+  void record(
+      void** event, const c10::Stream& stream, const c10::DeviceIndex device,
+      const c10::EventFlag) const override {
     int index = stream.device_index();
     if (*event == nullptr) *event = new Event();
     Event& made = event_of(*event);
@@ -87,8 +92,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
       return;
     }
     if (device >= 0 && device != index)
-      fail(Error::OtherDevice, "record: expected a stream of sim:" + std::to_string(device) +
-                                   ", where the event is, got one of sim:" + std::to_string(index));
+      fail(
+          Error::OtherDevice,
+          "record: expected a stream of sim:" + std::to_string(device) +
+              ", where the event is, got one of sim:" + std::to_string(index));
     Site site = site_of("record");
     told([&] { Simulator::get().record(made, index, stream.id(), site); });
   }

@@ -1,5 +1,5 @@
-// Runs any op on a simulated device: the CPU's kernel on the same bytes, with its reads and writes taken from
-// the schema. Ops that cannot go this way are in aten.cpp.
+// Runs any op on a simulated device: the CPU's kernel on the same bytes, with its reads and writes
+// taken from the schema. Ops that cannot go this way are in aten.cpp.
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/autograd/function.h>
@@ -57,9 +57,16 @@ std::string op_name(const c10::OperatorHandle& op) {
 // Ops whose result the host must see before it can go on.
 bool needs_host(const std::string& name, const std::vector<IValue>& args) {
   static const std::set<std::string> ops = {
-      "aten::equal",         "aten::nonzero",      "aten::masked_select",        "aten::_unique",
-      "aten::_unique2",      "aten::unique_dim",   "aten::unique_consecutive",   "aten::bincount",
-      "aten::unique_dim_consecutive", "aten::repeat_interleave"};
+      "aten::equal",
+      "aten::nonzero",
+      "aten::masked_select",
+      "aten::_unique",
+      "aten::_unique2",
+      "aten::unique_dim",
+      "aten::unique_consecutive",
+      "aten::bincount",
+      "aten::unique_dim_consecutive",
+      "aten::repeat_interleave"};
   if (ops.count(name) != 0) return true;
   bool by_mask = false;  // indexing by a mask counts the mask first
   if (name == "aten::index" || name == "aten::index_put_" || name == "aten::_index_put_impl_")
@@ -74,10 +81,11 @@ bool writes_in_secret(const std::string& name, size_t argument, const std::vecto
   return name == "aten::native_batch_norm" && (argument == 3 || argument == 4) && args[5].toBool();
 }
 
-// CPU tensors that may meet simulated ones: numbers, indices, and the host-side tables of our own ops.
+// CPU tensors that may meet simulated ones: numbers, indices, and the host-side tables of our own
+// ops.
 bool may_be_on_cpu(const std::string& name, const at::Tensor& tensor) {
   return tensor.dim() == 0 || name.rfind("aten::", 0) != 0 || name.rfind("aten::index", 0) == 0 ||
-         name.rfind("aten::_index", 0) == 0 || name.rfind("aten::_foreach_copy", 0) == 0;
+      name.rfind("aten::_index", 0) == 0 || name.rfind("aten::_foreach_copy", 0) == 0;
 }
 
 // Returns the device that an op runs on, after checking that its tensors agree.
@@ -99,8 +107,9 @@ int device_of(const std::string& name, const std::vector<IValue>& args) {
     if (device < 0 && arg.isDevice() && arg.toDevice().has_index()) device = arg.toDevice().index();
   if (device < 0) device = current_device();
   if (!other.empty())
-    throw Refusal(Error::MixedDevices, name + ": expected all tensors on sim:" + std::to_string(device) +
-                                           ", got one on " + other);
+    throw Refusal(
+        Error::MixedDevices,
+        name + ": expected all tensors on sim:" + std::to_string(device) + ", got one on " + other);
   return device;
 }
 
@@ -112,12 +121,14 @@ Stack own_lists(const Stack& args) {
   return copies;
 }
 
-
 // One call of an op: its arguments here, and their aliases on the CPU.
 class Call {
  public:
   Call(const c10::OperatorHandle& op, std::vector<IValue> args)
-      : op_(op), schema_(op.schema()), name_(schema_.operator_name().name), args_(std::move(args)) {}
+      : op_(op),
+        schema_(op.schema()),
+        name_(schema_.operator_name().name),
+        args_(std::move(args)) {}
 
   void run(Stack* results);
 
@@ -135,7 +146,7 @@ class Call {
   std::vector<IValue> args_;
   Stack on_cpu_;
   int device_ = 0;
-  std::vector<at::Tensor> made_;          // results in memory of their own, and which result each is
+  std::vector<at::Tensor> made_;  // results in memory of their own, and which result each is
   std::vector<std::pair<size_t, size_t>> made_from_;
   bool resized_ = false;
 };
@@ -151,12 +162,14 @@ std::vector<Access> Call::accesses() const {
   for (size_t i = 0; i < args_.size(); ++i) {
     const auto* alias = schema_.arguments()[i].alias_info();
     bool writes = (alias != nullptr && alias->isWrite()) || writes_in_secret(name_, i, args_);
-    each_tensor(args_[i], [&](const at::Tensor& tensor) { append_accesses(tensor, writes, found); });
+    each_tensor(
+        args_[i], [&](const at::Tensor& tensor) { append_accesses(tensor, writes, found); });
   }
   return found;
 }
 
-// Brings a result of the CPU's kernel to the device: as a view if it lies in an argument, else as a copy.
+// Brings a result of the CPU's kernel to the device: as a view if it lies in an argument, else as a
+// copy.
 at::Tensor Call::take(const at::Tensor& result) {
   if (!result.defined()) return result;
   at::Tensor taken;
@@ -167,8 +180,8 @@ at::Tensor Call::take(const at::Tensor& result) {
       taken = at::detail::make_tensor<c10::TensorImpl>(
           c10::TensorImpl::VIEW, c10::Storage(tensor.storage()),
           c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), result.dtype());
-      taken.unsafeGetTensorImpl()->set_sizes_and_strides(result.sizes(), result.strides(),
-                                                         result.storage_offset());
+      taken.unsafeGetTensorImpl()->set_sizes_and_strides(
+          result.sizes(), result.strides(), result.storage_offset());
     });
   if (taken.defined()) return taken;
   taken = empty_like_on_device(result);
@@ -217,7 +230,8 @@ void Call::run(Stack* results) {
   if (needs_host(name_, args_)) simulator.synchronize_stream(device_, current_stream(device_));
   for (const IValue& arg : args_) on_cpu_.push_back(argument_for_cpu(arg));
   for (size_t i = 0; i < args_.size(); ++i)
-    if (args_[i].isNone() && schema_.arguments()[i].name() == "generator") on_cpu_[i] = cpu_generator(device_);
+    if (args_[i].isNone() && schema_.arguments()[i].name() == "generator")
+      on_cpu_[i] = cpu_generator(device_);
   Stack stack = own_lists(on_cpu_);
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   op_.redispatchBoxed(kCpuKeys, &stack);
@@ -241,12 +255,13 @@ void Call::record(const Simulator::Work& work, std::vector<Access> accesses, boo
     if (resized) (*args)[i] = argument_for_cpu(args_[i]);
     // Numbers go into a launch by value.
     (*args)[i] = with_tensors((*args)[i], [&](const at::Tensor& tensor) {
-      bool number =
-          tensor.defined() && tensor.dim() == 0 && args_[i].isTensor() && !is_simulated(args_[i].toTensor());
+      bool number = tensor.defined() && tensor.dim() == 0 && args_[i].isTensor() &&
+          !is_simulated(args_[i].toTensor());
       if (!number) return tensor;
       at::Tensor value = tensor.clone();
       // A Python number takes the dtype of what it meets, and so must its copy.
-      value.unsafeGetTensorImpl()->set_wrapped_number(tensor.unsafeGetTensorImpl()->is_wrapped_number());
+      value.unsafeGetTensorImpl()->set_wrapped_number(
+          tensor.unsafeGetTensorImpl()->is_wrapped_number());
       return value;
     });
   }
@@ -258,11 +273,13 @@ void Call::record(const Simulator::Work& work, std::vector<Access> accesses, boo
     op.redispatchBoxed(kCpuKeys, &stack);
     for (size_t i = 0; i < outputs.size(); ++i) {
       const IValue& result = stack[from[i].first];
-      outputs[i].copy_(result.isTensor() ? result.toTensor() : result.toTensorVector()[from[i].second]);
+      outputs[i].copy_(
+          result.isTensor() ? result.toTensor() : result.toTensorVector()[from[i].second]);
     }
   };
-  Simulator::get().append(*work.graph,
-                          {Item::Launch, work.stamp.lane, work.stamp.site, std::move(accesses), run, {}, 0});
+  Simulator::get().append(
+      *work.graph,
+      {Item::Launch, work.stamp.lane, work.stamp.site, std::move(accesses), run, {}, 0});
 }
 
 void run_on_device(const c10::OperatorHandle& op, Stack* stack) {
@@ -284,8 +301,8 @@ void adopt_namespace(const std::string& name) {
   static auto* adopted = new std::set<std::string>();
   auto& ours = (*library)[name];
   if (ours == nullptr)
-    ours = std::make_unique<torch::Library>(torch::Library::IMPL, name, c10::DispatchKey::PrivateUse1, __FILE__,
-                                            __LINE__);
+    ours = std::make_unique<torch::Library>(
+        torch::Library::IMPL, name, c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
   for (const auto& op : c10::Dispatcher::singleton().getAllOpNames()) {
     if (op.name.rfind(name + "::", 0) != 0) continue;
     std::string local = op.name.substr(name.size() + 2);

@@ -66,10 +66,8 @@ void Memory::empty(int device) {
 void Memory::give_back(Block* block, const Clock& recorded_until) {
   block->live = false;
   stats_[block->device].live -= block->nbytes;
-  if (block->recorded.empty())
-    pools_[key_of(*block)].push_back(block);
-  else
-    waiting_.push_back({block, recorded_until});
+  if (block->recorded.empty()) pools_[key_of(*block)].push_back(block);
+  else waiting_.push_back({block, recorded_until});
 }
 
 void Memory::take_back(int device, const Clock& host) {

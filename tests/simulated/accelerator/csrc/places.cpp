@@ -52,8 +52,8 @@ int32_t place_of(PyFrameObject* frame, PyCodeObject* code) {
   int line = PyFrame_GetLineNumber(frame);
   auto known = places.find({code, line});
   if (known != places.end()) return known->second;
-  std::string text =
-      attribute(code, "co_filename") + ":" + std::to_string(line) + ":" + attribute(code, "co_qualname");
+  std::string text = attribute(code, "co_filename") + ":" + std::to_string(line) + ":" +
+      attribute(code, "co_qualname");
   return places[{code, line}] = intern(text);
 }
 
@@ -94,7 +94,8 @@ int32_t current_place() {
   if (Py_IsInitialized() && !Py_IsFinalizing()) {
     PyGILState_STATE gil = PyGILState_Ensure();
     PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);  // an exception may be on its way while tensors are freed
+    PyErr_Fetch(
+        &type, &value, &traceback);  // an exception may be on its way while tensors are freed
     place = innermost_place();
     PyErr_Restore(type, value, traceback);
     PyGILState_Release(gil);

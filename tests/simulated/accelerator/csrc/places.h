@@ -11,8 +11,8 @@ int32_t intern(const std::string& text);
 std::string text_of(int32_t number);
 
 // Returns the innermost Python frame of this thread that is neither torch's nor the simulator's, as
-// "file:line:function"; without one, the autograd node that is running. Takes the GIL: call it while holding
-// no lock.
+// "file:line:function"; without one, the autograd node that is running. Takes the GIL: call it
+// while holding no lock.
 int32_t current_place();
 
 // Files whose name starts with one of these are passed over.

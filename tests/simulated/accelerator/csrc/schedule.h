@@ -1,4 +1,5 @@
-// Which work a device was given, on which streams, and which waits lie between: a digest, and the launches.
+// Which work a device was given, on which streams, and which waits lie between: a digest, and the
+// launches.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +17,8 @@ struct Launched {
   Clock clock;
 };
 
-// Since the last restart. Streams count by the order in which they turn up, so two runs that differ only in
-// which stream of the pool they were given have the same digest.
+// Since the last restart. Streams count by the order in which they turn up, so two runs that differ
+// only in which stream of the pool they were given have the same digest.
 class Schedule {
  public:
   void restart(bool keep_launches) {

@@ -6,8 +6,8 @@
 
 namespace simulated {
 
-// Gives every op of a namespace that exists now the CPU's kernel. Without it an op that has a reference for
-// all devices would run that one, piece by piece.
+// Gives every op of a namespace that exists now the CPU's kernel. Without it an op that has a
+// reference for all devices would run that one, piece by piece.
 void adopt_namespace(const std::string& name);
 
 std::function<void()> remember_generators(int device);

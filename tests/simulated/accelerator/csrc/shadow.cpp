@@ -39,16 +39,18 @@ void Shadow::remember_read(Cell& cell, const Stamp& now) {
   cell.reads.push_back(now);
 }
 
-void Shadow::touch(size_t begin, size_t end, bool writes, const Stamp& now, const Clock& known,
-                   const OnConflict& on_conflict) {
+void Shadow::touch(
+    size_t begin, size_t end, bool writes, const Stamp& now, const Clock& known,
+    const OnConflict& on_conflict) {
   if (begin >= end) return;
   cover(begin, end);
   auto first = cells_.lower_bound(begin);
   for (auto cell = first; cell != cells_.end() && cell->first < end; ++cell) {
     const Stamp& write = cell->second.write;
     if (cell->second.written && !known.knows(write.lane, write.tick))
-      on_conflict(writes ? HazardKind::WriteAfterWrite : HazardKind::ReadAfterWrite, write, cell->first,
-                  cell->second.end);
+      on_conflict(
+          writes ? HazardKind::WriteAfterWrite : HazardKind::ReadAfterWrite, write, cell->first,
+          cell->second.end);
     if (!writes) {
       remember_read(cell->second, now);
       continue;
@@ -72,7 +74,8 @@ void Shadow::unordered(const Clock& known, const OnConflict& on_conflict) const 
     if (cell.written && !known.knows(cell.write.lane, cell.write.tick))
       on_conflict(HazardKind::FreeInFlight, cell.write, begin, cell.end);
     for (const Stamp& read : cell.reads)
-      if (!known.knows(read.lane, read.tick)) on_conflict(HazardKind::FreeInFlight, read, begin, cell.end);
+      if (!known.knows(read.lane, read.tick))
+        on_conflict(HazardKind::FreeInFlight, read, begin, cell.end);
   }
 }
 

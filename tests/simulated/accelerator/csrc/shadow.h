@@ -22,15 +22,24 @@ struct Stamp {
   Site site;
 };
 
-enum class HazardKind { ReadAfterWrite, WriteAfterRead, WriteAfterWrite, FreeInFlight, UseAfterFree };
+enum class HazardKind {
+  ReadAfterWrite,
+  WriteAfterRead,
+  WriteAfterWrite,
+  FreeInFlight,
+  UseAfterFree
+};
 
-// Called with an earlier access that the present one is not ordered after, and the bytes they share.
+// Called with an earlier access that the present one is not ordered after, and the bytes they
+// share.
 using OnConflict = std::function<void(HazardKind, const Stamp&, size_t begin, size_t end)>;
 
 class Shadow {
  public:
   // Checks an access to bytes [begin, end) of a lane that knows `known`, and remembers it.
-  void touch(size_t begin, size_t end, bool writes, const Stamp& now, const Clock& known, const OnConflict&);
+  void touch(
+      size_t begin, size_t end, bool writes, const Stamp& now, const Clock& known,
+      const OnConflict&);
 
   // Calls `on_conflict` for every remembered access that `known` does not cover.
   void unordered(const Clock& known, const OnConflict& on_conflict) const;

@@ -11,7 +11,8 @@ Simulator::Simulator() {
   for (int device = 0; device < kDevices; ++device) host_of_[device] = 0;
 }
 
-// -- streams and hosts --------------------------------------------------------------------------------------
+// -- streams and hosts
+// --------------------------------------------------------------------------------------
 
 Lane Simulator::new_lane(int device, int64_t stream, int graph) {
   if (!spare_lanes_.empty() && graph != 0) {  // its ticks go on, so nothing old looks new
@@ -44,7 +45,8 @@ std::string Simulator::describe(Lane lane) {
   const LaneState& state = lanes_[lane];
   auto eager = eager_.find({state.device, state.stream});
   const std::string& name = eager == eager_.end() ? state.name : lanes_[eager->second].name;
-  std::string text = state.stream == 0 ? "default stream" : "stream " + std::to_string(state.stream);
+  std::string text =
+      state.stream == 0 ? "default stream" : "stream " + std::to_string(state.stream);
   text += " of sim:" + std::to_string(state.device);
   if (!name.empty()) text += " (" + name + ")";
   if (state.graph != 0) text += " in a graph";
@@ -68,7 +70,8 @@ void Simulator::host_learns(int device, const Clock& clock) {
   memory_.take_back(device, host);
 }
 
-// -- events -------------------------------------------------------------------------------------------------
+// -- events
+// -------------------------------------------------------------------------------------------------
 
 void Simulator::record(Event& event, int device, int64_t stream, Site site) {
   Lock lock(mutex_);
@@ -94,33 +97,40 @@ void Simulator::record(Event& event, int device, int64_t stream, Site site) {
 void Simulator::wait(const Event& event, int device, int64_t stream, Site site) {
   Lock lock(mutex_);
   if (!event.recorded)
-    throw Refusal(Error::UnrecordedEvent,
-                  "expected an event that was recorded, got one that never was: the wait would order nothing");
+    throw Refusal(
+        Error::UnrecordedEvent,
+        "expected an event that was recorded, got one that never was: the wait would order "
+        "nothing");
   Graph* graph = captures_[device];
   bool member = graph != nullptr && graph->lanes.count(stream) != 0;
   if (event.graph == 0) {
     if (member)
-      throw Refusal(Error::ForeignEvent,
-                    "a captured stream waits for an event that was recorded outside of the capture");
+      throw Refusal(
+          Error::ForeignEvent,
+          "a captured stream waits for an event that was recorded outside of the capture");
     Lane lane = eager_lane(device, stream);
     lanes_[lane].clock.join(event.clock);
     schedules_[device].waited(lane, lanes_[lane].tick, event.lane, event.tick);
     return;
   }
   if (graph == nullptr || graph->number != event.graph)
-    throw Refusal(Error::ForeignEvent,
-                  "a stream outside of the capture waits for an event that was recorded inside one");
+    throw Refusal(
+        Error::ForeignEvent,
+        "a stream outside of the capture waits for an event that was recorded inside one");
   Lane lane = graph_lane(*graph, stream);
   lanes_[lane].clock.join(event.clock);
   graph->items.push_back({Item::Wait, lane, site, {}, {}, {}, event.number});
 }
 
-// -- host synchronisation -----------------------------------------------------------------------------------
+// -- host synchronisation
+// -----------------------------------------------------------------------------------
 
 void Simulator::refuse_sync(int device, const char* what) {
   if (captures_[device] != nullptr)
-    throw Refusal(Error::HostSyncInCapture, std::string(what) + " makes the host wait for sim:" +
-                                                std::to_string(device) + ", which is being captured");
+    throw Refusal(
+        Error::HostSyncInCapture,
+        std::string(what) + " makes the host wait for sim:" + std::to_string(device) +
+            ", which is being captured");
 }
 
 void Simulator::synchronize_stream(int device, int64_t stream) {
@@ -132,10 +142,12 @@ void Simulator::synchronize_stream(int device, int64_t stream) {
 void Simulator::synchronize_event(const Event& event) {
   Lock lock(mutex_);
   if (!event.recorded)
-    throw Refusal(Error::UnrecordedEvent, "expected an event that was recorded, got one that never was");
+    throw Refusal(
+        Error::UnrecordedEvent, "expected an event that was recorded, got one that never was");
   refuse_sync(event.device, "an event synchronisation or query");
   if (event.graph != 0)
-    throw Refusal(Error::ForeignEvent, "the host waits for an event that was recorded inside a capture");
+    throw Refusal(
+        Error::ForeignEvent, "the host waits for an event that was recorded inside a capture");
   host_learns(event.device, event.clock);
 }
 
@@ -148,7 +160,8 @@ void Simulator::synchronize_device(int device) {
   host_learns(device, all);
 }
 
-// -- work ---------------------------------------------------------------------------------------------------
+// -- work
+// -------------------------------------------------------------------------------------------------
 
 Stamp Simulator::advance(Lane lane, Site site) {
   LaneState& state = lanes_[lane];
@@ -213,14 +226,16 @@ void Simulator::inspect(const Stamp& stamp, const std::vector<Access>& accesses)
       Block* block = access.writes == writes ? memory_.find(access.begin) : nullptr;
       if (block == nullptr) continue;
       size_t begin = access.begin - block->base;
-      block->shadow.touch(begin, begin + access.nbytes, writes, stamp, known,
-                          [&](HazardKind kind, const Stamp& earlier, size_t from, size_t to) {
-                            report(kind, earlier, stamp, *block, from, to);
-                          });
+      block->shadow.touch(
+          begin, begin + access.nbytes, writes, stamp, known,
+          [&](HazardKind kind, const Stamp& earlier, size_t from, size_t to) {
+            report(kind, earlier, stamp, *block, from, to);
+          });
     }
 }
 
-// -- memory -------------------------------------------------------------------------------------------------
+// -- memory
+// -------------------------------------------------------------------------------------------------
 
 uintptr_t Simulator::allocate(int device, int64_t stream, size_t nbytes, Site site) {
   Lock lock(mutex_);
@@ -234,23 +249,24 @@ uintptr_t Simulator::allocate(int device, int64_t stream, size_t nbytes, Site si
     lane = graph->lanes[stream];
   }
   Block* block = memory_.lend(nbytes, device, stream, lane, graph == nullptr ? 0 : graph->number);
-  // Whoever had the block before may still be at work on this lane: a first use elsewhere must come after it.
+  // Whoever had the block before may still be at work on this lane: a first use elsewhere must come
+  // after it.
   std::vector<Access> whole = {{block->base, block->nbytes, true, block->generation}};
   Stamp stamp = advance(lane, site);
-  if (graph == nullptr)
-    inspect(stamp, whole);
-  else
-    graph->items.push_back({Item::Allocate, lane, site, whole, {}, {}, 0});
+  if (graph == nullptr) inspect(stamp, whole);
+  else graph->items.push_back({Item::Allocate, lane, site, whole, {}, {}, 0});
   return block->base;
 }
 
 void Simulator::check_free(Block& block, const Stamp& now, Clock known) {
   known.join(hosts_[host_of_[block.device]]);
-  // A recorded block is lent again when what was launched there so far is done, and so what that waited for.
+  // A recorded block is lent again when what was launched there so far is done, and so what that
+  // waited for.
   for (Lane lane : block.recorded) known.join(lanes_[lane].clock);
-  block.shadow.unordered(known, [&](HazardKind kind, const Stamp& earlier, size_t begin, size_t end) {
-    if (block.recorded.count(earlier.lane) == 0) report(kind, earlier, now, block, begin, end);
-  });
+  block.shadow.unordered(
+      known, [&](HazardKind kind, const Stamp& earlier, size_t begin, size_t end) {
+        if (block.recorded.count(earlier.lane) == 0) report(kind, earlier, now, block, begin, end);
+      });
   block.shadow = Shadow();  // one mistake, one report: the block's next user is not blamed as well
 }
 
@@ -263,10 +279,10 @@ void Simulator::free(uintptr_t base, Site site) {
   Clock recorded;
   for (Lane lane : block->recorded) recorded.join(lanes_[lane].clock);
   Graph* graph = captures_[block->device];
-  if (block->pool == 0)
-    check_free(*block, now, lanes_[block->owner].clock);
+  if (block->pool == 0) check_free(*block, now, lanes_[block->owner].clock);
   else if (graph != nullptr && graph->number == block->pool)
-    graph->items.push_back({Item::Free, block->owner, site, {{base, block->nbytes, false, 0}}, {}, {}, 0});
+    graph->items.push_back(
+        {Item::Free, block->owner, site, {{base, block->nbytes, false, 0}}, {}, {}, 0});
   forget_labels(*block);
   memory_.give_back(block, recorded);
 }
@@ -276,9 +292,10 @@ void Simulator::record_stream(uintptr_t address, int device, int64_t stream) {
   Block* block = memory_.find(address);
   if (block == nullptr) return;
   if (block->device != device)
-    throw Refusal(Error::OtherDevice, "record_stream: expected a stream of sim:" +
-                                          std::to_string(block->device) + ", where the memory is, got one of sim:" +
-                                          std::to_string(device));
+    throw Refusal(
+        Error::OtherDevice,
+        "record_stream: expected a stream of sim:" + std::to_string(block->device) +
+            ", where the memory is, got one of sim:" + std::to_string(device));
   Graph* graph = captures_[device];
   bool member = graph != nullptr && graph->lanes.count(stream) != 0;
   Lane lane = member ? graph->lanes[stream] : eager_lane(device, stream);
@@ -302,14 +319,16 @@ void Simulator::empty_cache(int device) {
   memory_.empty(device);
 }
 
-// -- reports ------------------------------------------------------------------------------------------------
+// -- reports
+// -------------------------------------------------------------------------------------------------
 
 // One hazard for each pair of places in the program; what comes again is counted, not repeated.
-void Simulator::report(HazardKind kind, const Stamp& earlier, const Stamp& later, const Block& block,
-                       size_t begin, size_t end) {
+void Simulator::report(
+    HazardKind kind, const Stamp& earlier, const Stamp& later, const Block& block, size_t begin,
+    size_t end) {
   for (Hazard& known : hazards_) {
     bool same_sites = known.earlier.lane == earlier.lane && known.later.lane == later.lane &&
-                      known.earlier.site == earlier.site && known.later.site == later.site;
+        known.earlier.site == earlier.site && known.later.site == later.site;
     if (!same_sites) continue;
     bool same_launches = known.earlier.tick == earlier.tick && known.later.tick == later.tick;
     if (same_launches && known.block == block.base) {
@@ -324,7 +343,8 @@ void Simulator::report(HazardKind kind, const Stamp& earlier, const Stamp& later
     }
   }
   uintptr_t from = block.base + begin, to = block.base + end;
-  hazards_.push_back({kind, earlier, later, from, to, block.base, block.device, labels_of(from, to)});
+  hazards_.push_back(
+      {kind, earlier, later, from, to, block.base, block.device, labels_of(from, to)});
 }
 
 std::vector<Hazard> Simulator::hazards() {

@@ -1,11 +1,13 @@
-// The simulated accelerator without torch: streams, events, memory, captures, and the check of every access.
+// The simulated accelerator without torch: streams, events, memory, captures, and the check of
+// every access.
 //
-// Work runs on the host when it is launched; what streams would do is kept as order only. A launch is stamped
-// with its lane's tick, a wait joins clocks, and an access that the clock of its lane does not order after an
-// earlier, conflicting one is a hazard: on a real device the two may overlap.
+// Work runs on the host when it is launched; what streams would do is kept as order only. A launch
+// is stamped with its lane's tick, a wait joins clocks, and an access that the clock of its lane
+// does not order after an earlier, conflicting one is a hazard: on a real device the two may
+// overlap.
 //
-// One mutex guards the state. Nothing under it takes the GIL or runs a kernel, so threads that hold the GIL
-// may wait for it.
+// One mutex guards the state. Nothing under it takes the GIL or runs a kernel, so threads that hold
+// the GIL may wait for it.
 #pragma once
 
 #include <array>
@@ -23,7 +25,8 @@
 namespace simulated {
 
 constexpr int kDevices = 8;
-constexpr int kPooledStreams = 32;  // of each priority and device; then the first is given out again
+// of each priority and device; then the first is given out again
+constexpr int kPooledStreams = 32;
 
 // What the program did wrong. Becomes a typed Python error once no lock is held; see errors.cpp.
 struct Refusal : std::runtime_error {
@@ -82,7 +85,8 @@ struct Graph {
   std::map<int64_t, Lane> lanes;  // of the streams that have joined
   std::map<Lane, Tick> launched;  // the last work of each
   std::vector<Item> items;
-  // Bytes from before the capture: capturing must leave memory as it was, because it does not execute.
+  // Bytes from before the capture: capturing must leave memory as it was, because it does not
+  // execute.
   std::vector<std::pair<uintptr_t, std::vector<char>>> undo;
 };
 
@@ -170,8 +174,9 @@ class Simulator {
   void require_member(const Graph& graph, int64_t stream, const char* what);
   Stamp advance(Lane lane, Site site);
   void inspect(const Stamp& stamp, std::vector<Access> const& accesses);
-  void report(HazardKind kind, const Stamp& earlier, const Stamp& later, const Block& block, size_t begin,
-              size_t end);
+  void report(
+      HazardKind kind, const Stamp& earlier, const Stamp& later, const Block& block, size_t begin,
+      size_t end);
   void save(Graph& graph, const Access& access);
   void undo(Graph& graph);
   void host_learns(int device, const Clock& clock);

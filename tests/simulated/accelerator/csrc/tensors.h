@@ -1,4 +1,5 @@
-// Between torch's tensors and the simulator: a CPU tensor on the same bytes, and which bytes an access covers.
+// Between torch's tensors and the simulator: a CPU tensor on the same bytes, and which bytes an
+// access covers.
 #pragma once
 
 #include <ATen/EmptyTensor.h>
@@ -11,7 +12,9 @@
 
 namespace simulated {
 
-inline bool is_simulated(const at::Tensor& tensor) { return tensor.defined() && tensor.is_privateuseone(); }
+inline bool is_simulated(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.is_privateuseone();
+}
 
 // Returns a CPU tensor on the bytes of a simulated one; it owns nothing and bumps no version.
 inline at::Tensor on_cpu(const at::Tensor& tensor) {
@@ -19,11 +22,13 @@ inline at::Tensor on_cpu(const at::Tensor& tensor) {
   const auto& storage = tensor.storage();
   c10::DataPtr bytes(const_cast<void*>(storage.data()), c10::Device(c10::kCPU));
   // Resizable, for ops that resize their `out`; the caller moves the result back.
-  c10::Storage alias(c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(bytes),
-                     c10::GetAllocator(c10::kCPU), /*resizable=*/true);
+  c10::Storage alias(
+      c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(bytes),
+      c10::GetAllocator(c10::kCPU), /*resizable=*/true);
   auto made = at::detail::make_tensor<c10::TensorImpl>(
       std::move(alias), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
-  made.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(
+      tensor.sizes(), tensor.strides(), tensor.storage_offset());
   if (tensor.is_conj()) made._set_conj(true);
   if (tensor.is_neg()) made._set_neg(true);
   return made;
@@ -35,9 +40,11 @@ inline void append_accesses(const at::Tensor& tensor, bool writes, std::vector<A
   constexpr int64_t kManyPieces = 1024;
   auto item = static_cast<int64_t>(tensor.itemsize());
   auto base = reinterpret_cast<uintptr_t>(tensor.storage().data()) + tensor.storage_offset() * item;
-  std::vector<std::pair<int64_t, int64_t>> dims;  // stride and size in bytes and elements, inner first
+  std::vector<std::pair<int64_t, int64_t>>
+      dims;  // stride and size in bytes and elements, inner first
   for (int64_t i = 0; i < tensor.dim(); ++i)
-    if (tensor.size(i) > 1 && tensor.stride(i) > 0) dims.emplace_back(tensor.stride(i) * item, tensor.size(i));
+    if (tensor.size(i) > 1 && tensor.stride(i) > 0)
+      dims.emplace_back(tensor.stride(i) * item, tensor.size(i));
   std::sort(dims.begin(), dims.end());
   int64_t run = item;
   size_t inner = 0;
@@ -64,11 +71,12 @@ inline void append_accesses(const at::Tensor& tensor, bool writes, std::vector<A
   }
 }
 
-// Returns a new simulated tensor on the current device, shaped like `like`; its content is undefined.
+// Returns a new simulated tensor on the current device, shaped like `like`; its content is
+// undefined.
 inline at::Tensor empty_like_on_device(const at::Tensor& like) {
-  return at::detail::empty_strided_generic(like.sizes(), like.strides(), allocator(),
-                                           c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
-                                           like.scalar_type());
+  return at::detail::empty_strided_generic(
+      like.sizes(), like.strides(), allocator(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+      like.scalar_type());
 }
 
 }  // namespace simulated
