@@ -7,7 +7,7 @@ import os
 import sys
 
 from shardgrad.errors import PartnerUnavailableError
-from shardgrad.extras import require
+from shardgrad.programs.extras import require
 
 
 def main() -> None:

@@ -17,8 +17,8 @@ import torch
 from click.testing import CliRunner
 
 from shardgrad.errors import PartnerUnavailableError
-from shardgrad.extras import EXTRAS, require
 from shardgrad.programs.cli import main
+from shardgrad.programs.extras import EXTRAS, require
 from tests.support.processes import communicate
 
 ROOT = Path(__file__).parents[1]

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.errors import CheckpointError
-from shardgrad.extras import require
+from shardgrad.programs.extras import require
 from shardgrad.programs.text import printable
 
 require("numpy", feature="shardgrad.programs.checkpoint")  # torch's collectives of objects need it

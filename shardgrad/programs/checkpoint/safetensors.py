@@ -9,11 +9,11 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from shardgrad.errors import CheckpointError
-from shardgrad.extras import require
 from shardgrad.programs.checkpoint.contents import read_metadata, verify
 from shardgrad.programs.checkpoint.files import sync, write_synced
 from shardgrad.programs.checkpoint.folder import published
 from shardgrad.programs.checkpoint.loading import read
+from shardgrad.programs.extras import require
 from shardgrad.programs.text import listed, printable
 
 

@@ -16,7 +16,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardgrad.extras import require
+from shardgrad.programs.extras import require
 from shardgrad.programs.train.config import TrainConfig, read_settings, resumed
 from shardgrad.programs.train.failure import Interrupted, TrainingError, UsageError, reason_of
 from shardgrad.programs.train.rank import resume_hint, run_rank, tell
