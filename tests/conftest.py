@@ -1,8 +1,10 @@
-"""Fixtures shared by every test that needs ranks, and the time limits of tests."""
+"""Fixtures shared by every test that needs ranks; the time limits of tests, and short names."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
+from zlib import crc32
 
 import hypothesis
 import pytest
@@ -20,6 +22,22 @@ hypothesis.settings.load_profile("repeatable")
 
 # Tensors here are small, and ranks and another pytest want the other cores.
 torch.set_num_threads(1)
+
+
+def slug_of(item: pytest.Item) -> str:
+    """Returns a short name of one test, which `-k` knows: names that are sentences are long."""
+    return f"t{crc32(item.nodeid.encode()):x}"
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.extra_keyword_matches.add(slug_of(item))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Any:
+    report = yield
+    report.sections.append(("again", f'make test ARGS="-k {slug_of(item)}"'))
+    return report
 
 
 @pytest.fixture(scope="session")
