@@ -53,11 +53,11 @@ __global__ void __launch_bounds__(kThreads)
 cudaError_t launch(
     const UnpackBatch& batch, const UnpackArguments& arguments, cudaStream_t stream) {
   if (batch.tiles == 0) return cudaSuccess;
+  const dim3 blocks = blocks_for(batch.tiles, std::min(batch.ranks, kMaxBlocks));
   visit(arguments.gathered_dtype, [&](auto chunk) {
     visit(arguments.unsharded_dtype, [&](auto unsharded) {
       unpack_kernel<typename decltype(chunk)::type, typename decltype(unsharded)::type>
-          <<<blocks_for(batch.tiles, std::min(batch.ranks, kMaxBlocks)), kThreads, 0, stream>>>(
-              batch);
+          <<<blocks, kThreads, 0, stream>>>(batch);
     });
   });
   return cudaGetLastError();
