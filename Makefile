@@ -61,7 +61,7 @@ lint: .venv/installed
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/lint-imports
-	find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \
+	find csrc release tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \
 		| xargs .venv/bin/clang-format --dry-run -Werror
 
 types: .venv/installed

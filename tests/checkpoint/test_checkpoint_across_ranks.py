@@ -131,9 +131,10 @@ def what_is_told(operation: str, fault: str, folder: Path) -> str:
                 faults.callback(resource.setrlimit, resource.RLIMIT_FSIZE, limits)
                 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
             else:
-                assert fault == "cannot sync"
+                path = Path(os.path.relpath(path))
+                call = {"cannot sync": "fsync", "has no working directory": "getcwd"}[fault]
                 error = OSError(errno.EIO, os.strerror(errno.EIO))
-                faults.enter_context(mock.patch.object(os, "fsync", side_effect=error))
+                faults.enter_context(mock.patch.object(os, call, side_effect=error))
         faults.enter_context(caught := pytest.raises(CheckpointError))
         getattr(checkpoint, operation)(state, path)
     assert torch.equal(x.full_tensor(), numbers)
@@ -144,7 +145,6 @@ def what_is_told(operation: str, fault: str, folder: Path) -> str:
     ("operation", "fault", "words"),
     [
         ("save", "has what is no data", "of type object.* y; rank 1"),
-        ("load", "has what is no data", "of type object.* y; rank 1"),
         ("load", "has more", "y is missing.*; rank 1"),
         ("save", "lacks its half", "key:x invalid fill.*; rank 0"),
         ("save", "looks elsewhere", "No such file.*__1_0.distcp.*; rank 1"),
@@ -152,6 +152,7 @@ def what_is_told(operation: str, fault: str, folder: Path) -> str:
         ("load", "finds a changed byte", "__0_0.distcp is missing or damaged.*; rank 1"),
         ("save", "may not write much", "File too large.*__1_0.distcp.*; rank 1"),
         ("save", "cannot sync", "Input/output error.*__1_0.distcp.*; rank 1"),
+        ("save", "has no working directory", "Input/output error.*; rank 1"),
     ],
 )
 def test_what_is_wrong_on_one_rank_is_refused_by_all_in_the_same_words(
