@@ -6,8 +6,6 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from shardgrad.version import __version__
-
 if TYPE_CHECKING:
     from shardgrad import optim
     from shardgrad.checks.padding import PaddingWarning
@@ -36,6 +34,7 @@ if TYPE_CHECKING:
         UnshardHandle,
     )
     from shardgrad.programs import checkpoint
+    from shardgrad.version import __version__
 
 
 __all__ = [
@@ -96,6 +95,7 @@ _DEFINED_IN = {
     "UnshardHandle": "policies",
     "UntrainedParameterWarning": "checks.untrained_params",
     "WaitingRanksWarning": "diagnosis.watchdog",
+    "__version__": "version",
     "clip_grad_norm_": "optim.clip",
     "export_table": "features.export_table",
     "fully_shard": "fully_shard",

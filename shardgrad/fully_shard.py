@@ -21,7 +21,6 @@ from shardgrad.checks.arguments import (
 )
 from shardgrad.checks.lost_work import refuse_hooks
 from shardgrad.checks.optimizer_hooks import hooks
-from shardgrad.checks.same_weights import compare_weights, weights_before
 from shardgrad.checks.unowned_params import UnownedParams, note_ignored
 from shardgrad.compat.torch_views import show_to_torch, state_of
 from shardgrad.engine.calls import forward_around
@@ -36,6 +35,7 @@ from shardgrad.engine.comm_context import SecondStep
 from shardgrad.engine.lazy_init import lazy_init
 from shardgrad.engine.param import CLAIM, FSDPParam, is_extension, mark_sharded
 from shardgrad.engine.param_group import AllGather, GroupSpec, ParamGroup
+from shardgrad.engine.tracing import NOTHING
 from shardgrad.engine.unit import UNIT, Unit, unit_of
 from shardgrad.errors import OptionError, unsupported
 from shardgrad.module import swap_class
@@ -162,7 +162,10 @@ def fully_shard(
 def _accept(units: Sequence[Unit]) -> None:
     """At lazy init, refuses units that share parameters or whose weights differ between ranks."""
     refuse_unresolved_ties(units)
-    compare_weights(units)
+    if dist.get_world_size() > 1:
+        from shardgrad.checks.same_weights import compare_weights
+
+        compare_weights(units)
 
 
 # -- where strategies are chosen; each feature is imported only where it is used
@@ -246,9 +249,13 @@ def _group(params: list[FSDPParam], spec: GroupSpec) -> ParamGroup:
         from shardgrad.features.wire_dtype import exchange_gradients
 
         exchange_gradients(group)
-    note = weights_before(params)
-    group.shard_params()
-    note()
+    noting = NOTHING
+    if dist.get_world_size() > 1:
+        from shardgrad.checks.same_weights import noting_weights
+
+        noting = noting_weights(params)
+    with noting:
+        group.shard_params()
     if REDUCES_IN_GRAD_DTYPE:
         from shardgrad.features.param_dtypes import keep_grad_dtypes
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.errors import RankDisagreementError
 
-__all__ = ["require_same_lines"]
+__all__ = ["largest", "require_same_lines"]
 
 
 def require_same_lines(
@@ -25,7 +25,8 @@ def require_same_lines(
     group: dist.ProcessGroup,
     *,
     what: str = "ranks built different models",
-    fix: str = "build the model from the same configuration, in the same order, on every rank",
+    fix: str = "build the model from the same configuration, in the same order, on every rank, "
+    "with the same version of shardgrad",
 ) -> int:
     """Returns the largest `count` of all ranks, if all have the same lines. A collective.
 
@@ -39,9 +40,9 @@ def require_same_lines(
     ranks = dist.get_process_group_ranks(group)
     expected = _sent_by(0, text, group)
     differs = 0 if text == expected else len(ranks) - group.rank()
-    differs, largest = _largest([differs, count], group)
+    differs, count = largest([differs, count], group)
     if not differs:
-        return largest
+        return count
     other = len(ranks) - differs
     got = _sent_by(other, text, group)
     pairs = zip_longest(expected.split("\n"), got.split("\n"), fillvalue="nothing more")
@@ -55,21 +56,21 @@ def require_same_lines(
     )
 
 
-def _largest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
-    """Returns the elementwise maximum over all ranks."""
+def largest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
+    """Returns the elementwise maximum over all ranks. A collective; the host waits for it."""
     device = dist.distributed_c10d._get_object_coll_device(group)
-    largest = torch.tensor(numbers, dtype=torch.int64, device=device)
+    maxima = torch.tensor(numbers, dtype=torch.int64, device=device)
     # Not an all-reduce: one of a rank at another point, such as a DTensor's norm, could match it.
     root = dist.get_global_rank(group, 0)
-    _wait_for(partial(dist.reduce, largest, root, dist.ReduceOp.MAX), group)
-    _wait_for(partial(dist.broadcast, largest, root), group)
-    return list(map(int, largest.tolist()))
+    _wait_for(partial(dist.reduce, maxima, root, dist.ReduceOp.MAX), group)
+    _wait_for(partial(dist.broadcast, maxima, root), group)
+    return list(map(int, maxima.tolist()))
 
 
 def _sent_by(rank: int, text: str, group: dist.ProcessGroup) -> str:
     """Broadcasts a text from a rank of the group, and returns it."""
     own = text.encode() if group.rank() == rank else b""
-    [length] = _largest([len(own)], group)
+    [length] = largest([len(own)], group)
     device = dist.distributed_c10d._get_object_coll_device(group)
     octets = torch.tensor(list(own) or [0] * length, dtype=torch.uint8, device=device)
     _wait_for(partial(dist.broadcast, octets, dist.get_global_rank(group, rank)), group)

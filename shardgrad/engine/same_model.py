@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-import torch.distributed as dist
 
 from shardgrad.engine.unit import Unit
 from shardgrad.sharding.mesh import DataParallelMesh
-from shardgrad.version import __version__, digest_of_sources
 
-__all__ = ["describe", "require_same_model"]
+__all__ = ["require_same_model"]
 
 
 @dataclass
@@ -24,37 +21,39 @@ class _MessageNumbers:
 numbers = _MessageNumbers()
 
 
-def describe(units: Sequence[Unit], mesh: DataParallelMesh | None = None) -> list[str]:
-    """Returns a line for each fact that all ranks must share, in order.
+def _described(units: Sequence[Unit], mesh: DataParallelMesh | None = None) -> Iterator[str]:
+    """Yields a line for each fact that all ranks must share, in order.
 
     Only for the parameters on `mesh`, if given.
     """
     # Facts that decide what a rank sends, or where something lies in a message. If ranks differ in
-    # one of them, training may produce wrong numbers without an error.
-    lines = []
+    # one of them, training may produce wrong numbers without an error. Another version may lay out
+    # parameters in another order, in chunks of the same size.
+    from shardgrad.version import __version__, digest_of_sources  # for several ranks only
+
+    yield f"shardgrad {__version__}, digest of sources {digest_of_sources()}"
     for unit in units:
-        lines.append(
+        yield (
             f"unit {unit.name}: reshard_after_forward={unit.reshard_after_forward}, "
             f"{unit.mp_policy}"
         )
         for group in unit.groups:
             if mesh not in (None, group.mesh):
                 continue
-            lines.append(
+            yield (
                 f"{group.kind} of {unit.name}: {group.gradient_policy}, {group.stage}, mesh "
                 f"{tuple(group.mesh.mesh.shape)}, {group.mesh.device.type}"
             )
-            lines.extend(
-                f"parameter {p.name}: {p.shape}, {p.sharded.dtype}, "
-                f"requires_grad={p.sharded.requires_grad}, {p.sharding.placements}"
-                for p in group.params
-            )
+            for p in group.params:
+                yield (
+                    f"parameter {p.name}: {p.shape}, {p.sharded.dtype}, "
+                    f"requires_grad={p.sharded.requires_grad}, {p.sharding.placements}"
+                )
             places = [piece.shard_offset for piece in group.layout.pieces]
-            lines.append(
+            yield (
                 f"layout of {group.kind} of {unit.name}: chunks of {group.layout.chunk_numel} "
                 f"elements, parameters at {places}"
             )
-    return lines
 
 
 def require_same_model(units: Sequence[Unit]) -> None:
@@ -71,23 +70,11 @@ def require_same_model(units: Sequence[Unit]) -> None:
     root = units[0].mesh
     first_number = numbers.reserved
     for mesh in dict.fromkeys([root, *(group.mesh for unit in units for group in unit.groups)]):
-        lines = describe(units, None if mesh == root else mesh)
-        for group in (mesh.shard_group, mesh.replicate_group):
-            # Between shards, then between replicas: this compares all ranks of the mesh, although
-            # none sends to all. A fake group has no other rank to compare with.
-            if group is not None and group.size() > 1 and dist.get_backend(group) != "fake":
-                from shardgrad.diagnosis.same_lines import require_same_lines
+        for group in mesh.comparable_groups:
+            from shardgrad.diagnosis.same_lines import require_same_lines  # for several ranks only
 
-                # Another version may lay out parameters in another order, in chunks of the same
-                # size. Then nothing would fail, and every number would be wrong.
-                require_same_lines(
-                    [f"version {__version__}, digest of sources {digest_of_sources()}"],
-                    0,
-                    group,
-                    what="ranks run different versions of shardgrad",
-                    fix="install the same version on every node",
-                )
-                first_number = require_same_lines(lines, first_number, group)
+            lines = list(_described(units, None if mesh == root else mesh))
+            first_number = require_same_lines(lines, first_number, group)
     groups = [(unit.name, group) for unit in units for group in unit.groups]
     # Message tags contain these numbers, so that a rank which is out of sync is noticed.
     for offset, (name, param_group) in enumerate(groups):

@@ -189,6 +189,19 @@ class DataParallelMesh:
         replicas = self.replicate_group
         return self.shard_size * (1 if replicas is None else replicas.size())
 
+    @property
+    def comparable_groups(self) -> list[dist.ProcessGroup]:
+        """The groups in which ranks compare something: first shards, then replicas.
+
+        This compares all ranks of the mesh, although none sends to all. A group of one rank, or a
+        fake one, has nothing to compare.
+        """
+        return [
+            group
+            for group in (self.shard_group, self.replicate_group)
+            if group is not None and group.size() > 1 and dist.get_backend(group) != "fake"
+        ]
+
     def over_both_axes(self) -> DataParallelMesh:
         """Returns the mesh that shards over all ranks of this HSDP mesh, one axis after the other.
 
