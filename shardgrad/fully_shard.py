@@ -357,6 +357,7 @@ def _commit(
     for group, originals in zip(unit.groups, params, strict=True):
         for p, original in zip(group.params, originals, strict=True):
             original.__dict__[CLAIM] = Claim(unit, p)
+            p.sharded.__dict__.pop(CLAIM, None)  # copied, if an inner unit had claimed the original
             mark_sharded(p)
             p.register(p.sharded)
     # Buffers are moved to the device but not sharded: running statistics differ between ranks.

@@ -21,7 +21,13 @@ from torch.optim.optimizer import Optimizer
 
 from shardgrad.checks.lost_work import refuse_hooks
 from shardgrad.engine.grad_group import grads_of
-from shardgrad.engine.param import FSDPParam, is_replaced, is_unsharded_param, managed_by
+from shardgrad.engine.param import (
+    FSDPParam,
+    fsdp_param_of,
+    is_replaced,
+    is_unsharded_param,
+    managed_by,
+)
 from shardgrad.engine.param_group import group_of
 from shardgrad.errors import OptimizerParameterError, listed
 
@@ -77,7 +83,7 @@ def _grad_of(managed: FSDPParam) -> torch.Tensor | None:
 
 def concerns_unit(param: torch.Tensor) -> bool:
     """Returns whether a parameter belongs to a unit, or did before `fully_shard` replaced it."""
-    return managed_by(param) is not None or is_replaced(param) or is_unsharded_param(param)
+    return fsdp_param_of(param) is not None or is_replaced(param)
 
 
 class FirstStepCheck:
@@ -116,11 +122,7 @@ class FirstStepCheck:
                 got="parameters whose memory reshard() frees",
                 fix="module.reshard() on every unsharded unit, before building the optimizer",
             )
-        replaced = sum(
-            is_replaced(param) and managed_by(param) is None
-            for param in params_of(optimizer)
-            if param.requires_grad
-        )
+        replaced = sum(is_replaced(p) for p in params_of(optimizer) if p.requires_grad)
         if replaced:
             raise OptimizerParameterError(
                 f"{type(optimizer).__name__} was built over {replaced} parameters from before "

@@ -12,10 +12,9 @@ from typing import Any
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from shardgrad.engine.param import CLAIM, IGNORED, FSDPParam, Owner, is_sharded_by_us
+from shardgrad.engine.param import CLAIM, IGNORED, FSDPParam, Owner, is_replaced, managed_by
 from shardgrad.engine.unit import Unit, unit_of, units_under
 from shardgrad.errors import (
     AlreadyShardedError,
@@ -182,16 +181,16 @@ def tied_under(roots: Iterable[nn.Module]) -> Iterator[tuple[str, Owner, nn.Para
 
 def _is_tied(module: nn.Module, attribute: str) -> bool:
     param: Any = module._parameters[attribute]
-    is_original = CLAIM in param.__dict__ and not is_sharded_by_us(param)
-    return is_original and attribute not in module.__dict__.get(IGNORED, ())
+    return is_replaced(param) and attribute not in module.__dict__.get(IGNORED, ())
 
 
 def _refuse_claimed(name: str, param: nn.Parameter) -> None:
-    if isinstance(param, DTensor) and is_sharded_by_us(param):
+    managed = managed_by(param)
+    if managed is not None:
         raise ParameterClaimedError(
             f"parameter {name} is already sharded by another unit",
             expected="a parameter that no unit owns yet",
-            got=f"DTensor of shape {tuple(param.shape)} with {param.placements}",
+            got=f"DTensor of shape {managed.shape} with {managed.sharding.placements}",
             where=f"parameter {name}",
             fix="apply fully_shard bottom-up: inner modules first, the root last; shard a module "
             "that several units contain before all of them",

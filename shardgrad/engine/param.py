@@ -21,7 +21,6 @@ __all__ = [
     "fsdp_param_of",
     "is_extension",
     "is_replaced",
-    "is_sharded_by_us",
     "is_unsharded_param",
     "local_of",
     "managed_by",
@@ -37,15 +36,10 @@ CLAIM = "_shardgrad_claim"
 # parameter of an outer module.
 IGNORED = "_shardgrad_ignored"
 
-_SHARDED = "_shardgrad_sharded"
-_UNSHARDED = "_shardgrad_unsharded"
-
-# Keyed by the parameter's id instead of stored on the parameter, whose `__dict__` is saved along
-# with it. A weak reference to the parameter would forbid `torch.utils.swap_tensors`, and so
-# `module.to()`.
-_managed: weakref.WeakValueDictionary[int, FSDPParam] = weakref.WeakValueDictionary()
-# The same for the parameters that modules register between forward and backward.
-_shown: weakref.WeakValueDictionary[int, FSDPParam] = weakref.WeakValueDictionary()
+# Of parameters in every state. Keyed by the parameter's id instead of stored on the parameter,
+# whose `__dict__` is saved along with it. A weak reference to the parameter would forbid
+# `torch.utils.swap_tensors`, and so `module.to()`.
+_known: weakref.WeakValueDictionary[int, FSDPParam] = weakref.WeakValueDictionary()
 
 Owner = tuple[nn.Module, str]
 
@@ -98,28 +92,27 @@ class FSDPParam:
 
 
 def mark_sharded(p: FSDPParam) -> None:
-    """Marks a sharded parameter, and makes `managed_by` find it."""
-    p.sharded.__dict__[_SHARDED] = True
-    _managed[id(p.sharded)] = p
+    """Makes `managed_by` find a sharded parameter."""
+    _known[id(p.sharded)] = p
 
 
 def mark_unsharded(param: nn.Parameter, p: FSDPParam) -> None:
-    """Marks an unsharded parameter, or one over fewer ranks, and makes `fsdp_param_of` find it."""
-    param.__dict__[_UNSHARDED] = True
-    _shown[id(param)] = p
+    """Makes `fsdp_param_of` find an unsharded parameter, or one over fewer ranks."""
+    _known[id(param)] = p
 
 
 def managed_by(param: torch.Tensor) -> FSDPParam | None:
     """Returns the `FSDPParam` of a sharded parameter; None if it is foreign or was replaced."""
-    managed = _managed.get(id(param))
+    managed = fsdp_param_of(param)
     return managed if managed is not None and managed.sharded is param else None
 
 
 def fsdp_param_of(param: torch.Tensor) -> FSDPParam | None:
     """Returns the `FSDPParam` of a parameter in any state; None if it is foreign."""
-    shown = _shown.get(id(param))
-    is_shown = shown is not None and (shown.unsharded is param or shown.post_forward is param)
-    return shown if is_shown else managed_by(param)
+    p = _known.get(id(param))
+    if p is None or all(param is not each for each in (p.sharded, p.unsharded, p.post_forward)):
+        return None
+    return p
 
 
 def replaced_by(params: Iterable[torch.Tensor]) -> list[FSDPParam]:
@@ -128,12 +121,7 @@ def replaced_by(params: Iterable[torch.Tensor]) -> list[FSDPParam]:
     Only until their group adopts the DTensor.
     """
     new = {id(p) for p in params if isinstance(p, DTensor) and managed_by(p) is None}
-    return [p for p in _managed.values() if new & set(map(id, p.registered()))] if new else []
-
-
-def is_sharded_by_us(param: torch.Tensor) -> bool:
-    """Returns whether a parameter is sharded by this engine, not plain or a foreign DTensor."""
-    return _SHARDED in param.__dict__
+    return [p for p in _known.values() if new & set(map(id, p.registered()))] if new else []
 
 
 def is_replaced(param: torch.Tensor) -> bool:
@@ -143,7 +131,8 @@ def is_replaced(param: torch.Tensor) -> bool:
 
 def is_unsharded_param(param: torch.Tensor) -> bool:
     """Returns whether a parameter is an unsharded one, whose memory a reshard frees."""
-    return _UNSHARDED in param.__dict__
+    p = fsdp_param_of(param)
+    return p is not None and p.sharded is not param
 
 
 def is_extension(param: torch.Tensor) -> bool:

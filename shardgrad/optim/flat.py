@@ -222,7 +222,7 @@ class FlatOptimizer(Optimizer):
                 "its shard is a tensor subclass (fsdp_pre_all_gather)",
                 "use torch.optim for it",
             )
-        if managed is None and is_replaced(param):
+        if is_replaced(param):
             raise self._cannot_update(
                 name,
                 "fully_shard has replaced it",

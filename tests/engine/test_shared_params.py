@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from io import BytesIO
 
 import torch
 import torch.distributed as dist
@@ -53,6 +54,14 @@ def test_a_unit_of_which_an_outer_one_takes_a_parameter_keeps_its_settings() -> 
         assert (first.bias.grad is not None) == is_last == bool(shown)
     right = whole[0].bias.grad * dist.get_world_size() / 3
     torch.testing.assert_close(first.bias.grad.full_tensor(), right)
+
+
+@on_ranks(2)
+def test_a_weight_that_an_outer_unit_took_is_saved_without_its_units() -> None:
+    model = stack(6, 6, 6)
+    model[2].weight = model[0].weight
+    SHARDGRAD.shard(model[0], model[2], model)
+    torch.save(model[0].weight, BytesIO())
 
 
 class TwiceTied(nn.Module):
