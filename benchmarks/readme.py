@@ -12,6 +12,7 @@ smoke run, ranks with devices of their own.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,8 @@ def tables(records: Sequence[Record]) -> Iterator[str]:
     yield _where(others)
     for record in sorted(others, key=lambda record: str(record["benchmark"])):
         table = table_of(record)
-        yield from ("", f"### {table.title}", "", table.setting, "")
+        name, _, configuration = table.title.partition(": ")
+        yield from ("", f"### {name}", "", _wrapped(f"{configuration}; {table.setting}"), "")
         yield from markdown(
             ("", *table.headings), [[row, *cells] for row, cells in table.rows.items()]
         )
@@ -107,7 +109,11 @@ def _where(records: Sequence[Record]) -> str:
         known = machines.setdefault(environment["git"][:10], {})
         known[f"on {environment.get('device_name') or cores}"] = None
     places = [f"{commit} {' and '.join(known)}" for commit, known in machines.items()]
-    return f"Measured at commit {', at '.join(places)}."
+    return _wrapped(f"Measured at commit {', at '.join(places)}.")
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 100, break_on_hyphens=False)
 
 
 def _completed(records: Sequence[Record]) -> list[Record]:

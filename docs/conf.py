@@ -2,7 +2,6 @@
 
 The source folder is the repository's root, so that README.md, CONTRIBUTING.md and
 benchmarks/README.md are pages of the site and links to them are checked.
-`docs/design/testing.md` says why Sphinx.
 """
 
 from __future__ import annotations

@@ -320,7 +320,7 @@ def published_table() -> list[str]:
         f"{max(map(abs, scaled)):.1%}. Memory, of the {len(memory)} runs that say it, is "
         f"{min(memory):.2f} to {max(memory):.2f} of theirs."
     )
-    return [*lines, "", *textwrap.wrap(said, 120, break_on_hyphens=False)]
+    return [*lines, "", *textwrap.wrap(said, 100, break_on_hyphens=False)]
 
 
 def _is_inside(row: Published) -> bool:

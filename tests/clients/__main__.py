@@ -139,16 +139,17 @@ def _words(each: Mapping[str, Any]) -> str:
 _INTRODUCTION = """\
 # Clients
 
-This page lists {count} programs from {packages} packages that use FSDP2. Each runs on two CPU ranks over gloo, once
-unchanged and once inside `shardgrad.patch()`. {same} are bitwise equal: losses, gradient norms, all parameters and
-buffers. If a result differs, the number is the largest difference of a value, relative to its norm. Accelerate's policy
-for `bf16` lets FSDP2 round each sum of gradients to bfloat16, where shardgrad adds in float32
-([why](../explanation/numerics.md)).
+This page lists {count} programs from {packages} packages that use FSDP2. Each runs on two CPU ranks
+over gloo, once unchanged and once inside `shardgrad.patch()`. {same} are bitwise equal: losses,
+gradient norms, all parameters and buffers. If a result differs, the number is the largest
+difference of a value, relative to its norm. Accelerate's policy for `bf16` lets FSDP2 round each
+sum of gradients to bfloat16, where shardgrad adds in float32
+([how to avoid that](../how_to/use_a_framework.md#what-was-tested)).
 
-`python -m tests.clients` runs the programs again, with packages that are installed or in the folder given by
-`--sources`, and writes this page from its record, `benchmarks/results/clients.jsonl`. For frameworks that start
-clusters, only the code that calls FSDP2 runs. Programs that FSDP2 does not run are omitted. To run a framework
-yourself, see [run a framework unchanged](../how_to/use_a_framework.md).
+`python -m tests.clients` runs the programs again, with packages that are installed or in the folder
+given by `--sources`, and writes this page from its record, `benchmarks/results/clients.jsonl`. For
+frameworks that start clusters, only the code that calls FSDP2 runs. Programs that FSDP2 does not
+run are omitted.
 
 torch {torch}, commit {commit}, {cpu}.
 """

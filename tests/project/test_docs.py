@@ -86,8 +86,8 @@ def test_every_function_of_the_interface_has_an_example_that_compiles() -> None:
 def test_the_readme_is_short_and_counts_programs_as_their_page_does() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(readme) < 5_000
-    said = r"\[(\d+) programs.* wrong in (\d+) and hangs or crashes in (\d+);\s+shardgrad in none"
-    found = re.search(said, readme, flags=re.DOTALL)
+    said = r"\[(\d+) programs.* wrong in (\d+) and hangs or crashes in (\d+); shardgrad in none"
+    found = re.search(said, " ".join(readme.split()))
     page = (ROOT / "docs/explanation/right_where_others_are_wrong.md").read_text(encoding="utf-8")
     row = (
         r"right \|.*^\| torch \| (\d+) .*^\| FSDP2(?: \| \d+){3} \| (\d+) \| (\d+) .*^\| shardgrad"

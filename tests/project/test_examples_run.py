@@ -32,12 +32,12 @@ SIZES = TransformerConfig(width=32, layers=3, heads=2, kv_heads=2, hidden=32)
 # What a page begins with: a model that it shards, a sharded one, or nothing.
 UNSHARDED = ("another_dim", "compile", "tensor_parallelism")
 SHARDED = (
-    *("accumulate_gradients", "checkpoints", "migrate_to_graphed_step", "optimize_and_clip"),
-    *("pipelines", "ranks_without_a_batch", "read_an_error", "what_a_graph_holds"),
+    *("accumulate_gradients", "checkpoints", "migrate_to_graphed_step", "pipelines"),
+    *("ranks_without_a_batch", "what_a_graph_holds"),
 )
 WHOLE = (
     *("audit_a_program", "differences", "multi_node", "plan_a_run", "reinforcement_learning"),
-    *("tied_weights", "transformers", "use_muon", "use_a_framework"),
+    *("transformers", "use_muon", "use_a_framework"),
 )
 PAGES = {*UNSHARDED, *SHARDED, *WHOLE}
 TUTORIAL = "first_graphed_step"
@@ -49,7 +49,6 @@ SECTIONS = {
     "compile": ("other_parallelism", "torch.compile"),
     "pipelines": ("other_parallelism", "Pipelines"),
     "tensor_parallelism": ("other_parallelism", "Tensor parallelism"),
-    "tied_weights": ("other_parallelism", "Tied weights"),
     "transformers": ("migrate_to_graphed_step", "Transformers"),
     "use_muon": ("optimize_and_clip", "Muon"),
 }
@@ -116,7 +115,7 @@ def surroundings(page: str, folder: str) -> dict[str, Any]:
     if page in SHARDED:
         model = built(sharded=True)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        if page in ("migrate_to_graphed_step", "optimize_and_clip"):
+        if page == "migrate_to_graphed_step":
             optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-3)  # type: ignore[assignment]
 
         def step() -> None:
@@ -126,7 +125,7 @@ def surroundings(page: str, folder: str) -> dict[str, Any]:
 
         names |= {
             **{"model": model, "optimizer": optimizer, "step": step, "batch": tokens()},
-            **{"micro_batches": [tokens() for _ in range(4)], "loader": [(tokens(), tokens())] * 5},
+            "micro_batches": [tokens() for _ in range(4)],
             "schedule": torch.optim.lr_scheduler.ConstantLR(optimizer),
             "loss": model.loss(tokens(), tokens()),
         }
@@ -251,7 +250,7 @@ def run_the_tutorial() -> list[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         first, *parts = blocks(TUTORIAL)
-        names: dict[str, Any] = {"__name__": "__main__", "losses": []}
+        names: dict[str, Any] = {"__name__": "__main__"}
         said.append(printed(first, names))
         calls = calls_of(names)
         for part in parts:

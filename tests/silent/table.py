@@ -118,12 +118,13 @@ def _row(cells: Iterable[object]) -> str:
 _INTRODUCTION = """\
 # Right where others are wrong
 
-The table has {count} programs from bug reports. With at least one engine, each trained other values than its author
-expected, hung, or wrote a file that was not the model. Each has at most 40 lines, in `tests/silent/cases/`. Each runs
-with every engine on two CPU ranks over gloo, and is compared with plain torch, where every rank has the unsharded
-model and the test averages gradients. `python -m tests.silent` runs them again, and writes this page from its record,
-`benchmarks/results/silent.jsonl`. CI tests that shardgrad is *never silently wrong* in them. To look for such mistakes
-in your own program, with any engine, [audit it](../how_to/check_a_program.md).
+The table has {count} programs from bug reports. With at least one engine, each trained other values
+than its author expected, hung, or wrote a file that was not the model. Each runs with every engine
+on two CPU ranks over gloo, and is compared with plain torch, where every rank has the unsharded
+model and the test averages gradients. `python -m tests.silent` runs them again, and writes this
+page from its record, `benchmarks/results/silent.jsonl`. CI tests that shardgrad is *never silently
+wrong* in them. To look for such mistakes in your own program, with any engine,
+[audit it](../how_to/check_a_program.md).
 
 | result | meaning |
 | --- | --- |
@@ -138,9 +139,9 @@ in your own program, with any engine, [audit it](../how_to/check_a_program.md).
 
 torch {torch}, DeepSpeed {deepspeed}, {cpu}. Recorded at commits
 {commits}.
-FSDP1 uses `use_orig_params=True`, DDP `find_unused_parameters=True`, and DeepSpeed ZeRO stage 3 in float32 without
-clipping. If a case is right with an engine, the reported bug may have been fixed since. `tests/gpu` tests that a
-graph draws random numbers as its step does.
+FSDP1 uses `use_orig_params=True`, DDP `find_unused_parameters=True`, and DeepSpeed ZeRO stage 3 in
+float32 without clipping. If a case is right with an engine, the reported bug may have been fixed
+since.
 
 ## The programs
 """
@@ -148,6 +149,7 @@ graph draws random numbers as its step does.
 _WHAT_AUDITS_FIND = """\
 ## What an audit finds
 
-`shardgrad doctor --audit` [runs a program with and without its engine](../how_to/check_a_program.md). Its findings for
-these programs, if they end (`python -m tests.silent --audit`, record `benchmarks/results/audit.jsonl`):
+`shardgrad doctor --audit` [runs a program with and without its
+engine](../how_to/check_a_program.md). Its findings for these programs, if they end
+(`python -m tests.silent --audit`, record `benchmarks/results/audit.jsonl`):
 """

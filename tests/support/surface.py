@@ -62,7 +62,7 @@ def table(surfaces: dict[str, set[Row]]) -> list[str]:
     rows, common = set().union(*surfaces.values()), set.intersection(*surfaces.values())
     everywhere = f"In every version: {', '.join(f'`{name}`' for name, _ in sorted(common))}."
     lines = [
-        textwrap.fill(everywhere, 120),
+        textwrap.fill(everywhere, 100),
         "",
         f"| name | parameters | {' | '.join(surfaces)} |",
         f"|---|---|{'---|' * len(surfaces)}",
