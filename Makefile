@@ -60,6 +60,7 @@ mutants: .venv/installed
 lint: .venv/installed
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+	.venv/bin/rumdl check --quiet .
 	.venv/bin/lint-imports
 	find csrc release tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \
 		| xargs .venv/bin/clang-format --dry-run -Werror
