@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.fsdp import UnshardHandle
 
-from shardgrad.checks.optimizer_hooks import hooks
 from shardgrad.compat.torch_views import StateView, state_of
 from shardgrad.engine.calls import like_forward
 from shardgrad.engine.comm_context import CommContext
@@ -569,16 +568,12 @@ class FSDPModule:
         from shardgrad.engine.replaced_params import adopt
 
         self.reshard()
-        groups = self._unit.groups
-        dtypes = [group.dtype for group in groups]
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
-        for group in groups:
+        for group in self._unit.groups:
             # The modules of a list move one after another; their unit adopts them after the last
             # one.
             if len({(p.dtype, p.device) for each in group.params for p in each.registered()}) == 1:
                 adopt(group)
-        if dtypes != [group.dtype for group in groups]:
-            hooks.note_cast()
         return result
 
 

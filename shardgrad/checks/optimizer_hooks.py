@@ -14,8 +14,6 @@ The hooks do the following:
   writes;
 * inside a capture, refuse a step that a graph cannot repeat (`capturable_optimizers.py`), and fix
   the memory of gradients at its address, which the graph uses;
-* after `model.half()`, refuse a step whose state still has the former dtype
-  (`untrained_params.py`);
 * in the first step of each optimizer, check for parameters that it does not train
   (`untrained_params.py`), and for those that each rank trains separately (`unowned_params.py`);
 * before each step, copy the program's writes to unsharded parameters into the shards, and refuse a
@@ -25,10 +23,10 @@ The hooks do the following:
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim.optimizer import (
     Optimizer,
@@ -38,12 +36,7 @@ from torch.optim.optimizer import (
 
 from shardgrad.checks.lost_work import refuse_replaced_data, refuse_unreduced, require_own_state
 from shardgrad.checks.unowned_params import warn_of_unowned
-from shardgrad.checks.untrained_params import (
-    FirstStepCheck,
-    concerns_unit,
-    params_of,
-    refuse_state_of_other_dtype,
-)
+from shardgrad.checks.untrained_params import check_first_step, concerns_unit, params_of
 from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.param import managed_by
 from shardgrad.engine.param_group import ParamGroup, group_of
@@ -58,21 +51,22 @@ class _Watched:
     """Cached information about one optimizer.
 
     Attributes:
-        version: the version of the optimizer and the models at which this was computed; see
-            `OptimizerHooks._version`.
-        groups: the engine's parameter groups that its steps write; empty if it has no parameter of
-            a sharded model.
-        dtypes: the dtypes of these groups' parameters.
-        state_id: the id of its state when that was last checked to be this rank's own.
-        first_step: checks its first step; None if there is nothing to check.
+        version: numbers that change when the optimizer gets parameters or a model is sharded; the
+            rest was true then.
+        groups: the param groups of its parameters.
+        state_id: the id of the state that is known to be this rank's own.
+        concerns_unit: it has parameters that belong to a unit, or did.
+        is_checked: its first step was checked.
+        compare: ends the check of the step that runs.
         has_warned: True once it warned of parameters that no unit owns.
     """
 
     version: tuple[int, int] = (0, 0)
     groups: list[weakref.ref[ParamGroup]] = field(default_factory=list)
-    dtypes: list[torch.dtype] | None = None
     state_id: int = 0
-    first_step: FirstStepCheck | None = None
+    concerns_unit: bool = False
+    is_checked: bool = False
+    compare: Callable[[], bool] | None = None
     has_warned: bool = False
 
 
@@ -81,22 +75,16 @@ class OptimizerHooks:
 
     def __init__(self) -> None:
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._changes = 0  # number of times that a model was sharded or cast
+        self._sharded = 0  # models so far
         self._watched: weakref.WeakKeyDictionary[Optimizer, _Watched] = weakref.WeakKeyDictionary()
 
     def add(self, model: nn.Module) -> None:
         """Makes the hooks apply to optimizers of `model`'s parameters."""
-        if not self._changes:
+        if not self._sharded:
             register_optimizer_step_pre_hook(self._before)
             register_optimizer_step_post_hook(self._after)
         self._models.add(model)
-        self._changes += 1
-
-    def note_cast(self) -> None:
-        """Called after parameters of a sharded model were cast. Makes every optimizer be examined
-        again before its next step.
-        """
-        self._changes += 1
+        self._sharded += 1
 
     @outside_graphs
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -119,8 +107,8 @@ class OptimizerHooks:
             if watched.state_id != id(optimizer.state):  # loaded
                 watched.state_id = id(optimizer.state)
                 require_own_state(optimizer)
-        if watched.first_step is not None:
-            watched.first_step.before(optimizer, is_captured=is_captured)
+        is_first = watched.concerns_unit and not (watched.is_checked or is_captured)
+        watched.compare = check_first_step(optimizer) if is_first else None
 
     @outside_graphs
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -129,38 +117,23 @@ class OptimizerHooks:
             group = reference()
             if group is not None:
                 group.steps_taken += 1
-        if watched.first_step is not None:
-            watched.first_step.after(optimizer)
+        if watched.compare is not None:
+            watched.is_checked = watched.compare()
+            watched.compare = None
 
     def _look_up(self, optimizer: Optimizer) -> _Watched:
-        watched, version = self._watched.setdefault(optimizer, _Watched()), self._version(optimizer)
-        if watched.version != version:
-            self._examine(optimizer, watched)
-            watched.version = version
-        return watched
-
-    def _examine(self, optimizer: Optimizer, watched: _Watched) -> None:
+        watched = self._watched.setdefault(optimizer, _Watched())
+        version = sum(len(group["params"]) for group in optimizer.param_groups), self._sharded
+        if watched.version == version:
+            return watched
         params = list(params_of(optimizer))
-        groups = {
-            group_of(managed): None
-            for param in params
-            if (managed := managed_by(param)) is not None
-        }
-        dtypes = [group.dtype for group in groups]
-        if watched.dtypes not in (None, dtypes):
-            refuse_state_of_other_dtype(optimizer)
-        if watched.first_step is None and any(map(concerns_unit, params)):
-            watched.first_step = FirstStepCheck()
+        managed = filter(None, map(managed_by, params))
+        groups = dict.fromkeys(map(group_of, managed))
         if not watched.has_warned and any(group.mesh.data_parallel_size > 1 for group in groups):
             watched.has_warned = warn_of_unowned(optimizer, self._models)
-        watched.groups, watched.dtypes = list(map(weakref.ref, groups)), dtypes
-        watched.state_id = 0
-
-    def _version(self, optimizer: Optimizer) -> tuple[int, int]:
-        """Returns numbers that change when the optimizer gets parameters or a model is sharded or
-        cast.
-        """
-        return sum(len(group["params"]) for group in optimizer.param_groups), self._changes
+        watched.version, watched.groups = version, list(map(weakref.ref, groups))
+        watched.concerns_unit, watched.state_id = any(map(concerns_unit, params)), 0
+        return watched
 
 
 hooks = OptimizerHooks()

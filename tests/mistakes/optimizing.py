@@ -147,22 +147,6 @@ def gradients_with_other_data() -> None:
 
 
 @mistake(
-    typed="`model.half()` after steps of `torch.optim.AdamW`",
-    says="OptimizerParameterError: the model was cast to torch.float16 after AdamW created"
-    " its state",
-    cure="cast the model before building the optimizer",
-)
-def halved_after_a_step() -> None:
-    model = sharded()
-    optim = torch.optim.AdamW(model.parameters(), lr=0.1)
-    backward(model)
-    optim.step()
-    model.half()
-    model(batch().half()).square().mean().backward()
-    optim.step()
-
-
-@mistake(
     typed="`shardgrad.optim.AdamW(lr=-1)`",
     says="OptionError: the optimizer's lr is outside its range",
     cure="group['lr'] = ... later",
