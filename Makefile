@@ -39,10 +39,11 @@ CUDA_VENV := .venv-cuda$(addprefix -,$(VERSION))
 test-cuda: $(CUDA_VENV)/ready
 	$(CUDA_VENV)/bin/python -m pytest $(or $(ARGS),$(CUDA_TESTS))
 
-# Never a file: the program finds out what is to be done.
+# Never a file: the program finds out what is to be done. It needs nothing of .venv, so that both
+# can be made at the same time.
 .PHONY: $(CUDA_VENV)/ready
-$(CUDA_VENV)/ready: .venv/installed
-	.venv/bin/python -m tests.cuda_runtime $(CUDA_VENV) $(addprefix --torch=,$(VERSION))
+$(CUDA_VENV)/ready: python
+	"$(PYTHON)" -m tests.cuda_runtime $(CUDA_VENV) $(addprefix --torch=,$(VERSION))
 
 # What compares with FSDP2, under another version of torch; on the CPU, so without NVIDIA's
 # libraries.
@@ -104,10 +105,13 @@ clean:
 		.hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+.PHONY: python
+python:
+	@[[ -n "$(PYTHON)" ]] || { echo "shardgrad needs Python 3.11, 3.12 or 3.13 with its venv module, and there is none on PATH: install one, or name it as in: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+
 # Torch first and alone: building the ops needs it, so the project is installed without build
 # isolation.
-.venv/torch: Makefile
-	@[[ -n "$(PYTHON)" ]] || { echo "shardgrad needs Python 3.11, 3.12 or 3.13 with its venv module, and there is none on PATH: install one, or name it as in: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+.venv/torch: Makefile | python
 	@echo "shardgrad: setting up .venv with $(PYTHON), once; 2 to 5 minutes, most of them for PyTorch"
 	"$(PYTHON)" -m venv .venv
 	$(PIP) --quiet $(BUILD_TOOLS)

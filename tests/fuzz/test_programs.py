@@ -16,7 +16,7 @@ from tests.fuzz.programs.program import Program
 from tests.fuzz.programs.worlds import Worlds
 from tests.simulated.accelerator import build
 
-FIXED = 150
+FIXED = 60
 ON_STREAMS = 40
 CHANGING = 50
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import programs
+from tests.support.ranks import free_port
 from tests.support.under_patch import skip_without
 
 EXAMPLES = programs.ROOT / "examples"
@@ -17,19 +18,16 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def on_two_ranks(program: Path, *options: str | Path, ends_well: bool = True) -> list[str]:
-    """Runs a program under torchrun; returns the lines about its steps."""
-    done = programs.run(
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        "--rdzv-backend=c10d",
-        "--rdzv-endpoint=127.0.0.1:0",
-        program,
-        *options,
-        timeout=TIMEOUT_S,
-    )
-    lines = [line for line in done.stdout.splitlines() if "loss" in line]
-    assert done.returncode == 0 or not ends_well, done.stderr[-4000:]
-    return lines
+    """Runs a program on ranks as torchrun starts them; returns the lines about its steps."""
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    ranks = [
+        programs.Program(str(program), *options, RANK=rank, LOCAL_RANK=rank, **meeting)
+        for rank in ("0", "1")
+    ]
+    ended = [(*each.communicate(TIMEOUT_S), each.poll()) for each in ranks]
+    for _, errors, status in ended:
+        assert status == 0 or not ends_well, errors[-4000:]
+    return [line for line in ended[0][0].splitlines() if "loss" in line]
 
 
 def loss_of(line: str) -> float:

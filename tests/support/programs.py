@@ -43,11 +43,15 @@ def _become(
         fork = multiprocessing.get_context("fork")
         multiprocessing.get_context = lambda method=None: fork  # type: ignore[assignment]
     sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    if module.endswith(".py"):
+        runpy.run_path(module, run_name="__main__")
+    else:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 class Program:
-    """`python -m module arguments`, with the part of `subprocess.Popen` that tests use.
+    """`python -m module arguments`, or `python file.py arguments`, with the part of
+    `subprocess.Popen` that tests use.
 
     It leads a session of its own, works in the root of the project, and reads nothing.
 
@@ -56,15 +60,19 @@ class Program:
         arguments: words of its command line.
         forks: whether processes that it starts by `multiprocessing` are forked from it; only where
             it has not computed anything before.
+        variables: of its environment, besides those of the tests.
     """
 
-    def __init__(self, module: str, *arguments: str | Path, forks: bool = False) -> None:
+    def __init__(
+        self, module: str, *arguments: str | Path, forks: bool = False, **variables: str
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="program-")
         self._outputs = tuple(Path(self._folder.name, name) for name in ("output", "errors"))
         for path in self._outputs:
             path.touch()
         outputs = tuple(map(str, self._outputs))
-        order = module, [str(argument) for argument in arguments], outputs, dict(os.environ), forks
+        environment = os.environ | variables
+        order = module, [str(argument) for argument in arguments], outputs, environment, forks
         self._process: Any = CONTEXT.Process(target=_become, args=order)
         self._process.start()
 

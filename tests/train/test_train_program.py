@@ -197,7 +197,13 @@ def left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[o
     return listed
 
 
-@pytest.mark.parametrize("is_launcher_killed", [False, True], ids=["Ctrl-C", "launcher killed"])
+@pytest.mark.parametrize(
+    "is_launcher_killed",
+    [
+        pytest.param(False, id="Ctrl-C"),
+        pytest.param(True, marks=pytest.mark.long, id="launcher killed"),
+    ],
+)
 def test_a_stop_saves_the_step_and_says_how_to_go_on(
     is_launcher_killed: bool, tmp_path: Path, left: Callable[[], list[object]]
 ) -> None:
