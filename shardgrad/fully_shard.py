@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -135,27 +134,35 @@ def fully_shard(
     refuse_hooks(names.items())
     flag, _ = _reshard_plan(reshard_after_forward, data_mesh)
     # What these share travels in one collective.
-    together: dict[object, list[nn.Parameter]] = {}
-    for p, place in places.items():
-        kind = p.dtype, place.mesh, is_extension(p), dtypes[p]
+    together: dict[tuple[torch.dtype, DataParallelMesh, bool, ParamDtypes], list[FSDPParam]] = {}
+    for original, (name, owners) in collected.items():
+        place = places[original]
+        p = FSDPParam(name, owners, tuple(original.shape), original, place.sharding)
+        kind = original.dtype, place.mesh, is_extension(original), dtypes[original]
         together.setdefault(kind, []).append(p)
-    params = {
-        p: FSDPParam(name, owners, tuple(p.shape), p, places[p].sharding)
-        for p, (name, owners) in collected.items()
-    }
+    originals = [(p.sharded, p) for params in together.values() for p in params]
     groups = []
-    for each in together.values():
-        of_group = places[each[0]].mesh
-        _, smaller = _reshard_plan(reshard_after_forward, of_group)
-        spec = _spec(of_group, dtypes[each[0]], memory, stage, smaller)
-        groups.append(_group([params[p] for p in each], spec))
+    for (_, group_mesh, _, of_params), params in together.items():
+        _, smaller = _reshard_plan(reshard_after_forward, group_mesh)
+        spec = GroupSpec(
+            group_mesh,
+            of_params.mp_policy,
+            of_params.gradient_policy,
+            memory,
+            stage,
+            all_gather=_all_gather(stage, memory),
+            second_step=_second_step(group_mesh, of_params.gradient_policy.wire_dtype),
+            mesh_after_forward=smaller,
+            regroup=_regroup,
+        )
+        groups.append(_group(params, spec))
     unit = Unit(modules, groups, data_mesh, mp_policy, flag, lazy_init)
     unit.accept, unit.before_outermost_forward = _accept, UnownedParams(unit).refuse
     if stage.decides:
         from shardgrad.features.zero_stage_auto import StageAuto
 
         unit.before_outermost_forward = StageAuto(unit, unit.before_outermost_forward)
-    _commit(unit, together.values(), ignored)
+    _commit(unit, originals, ignored)
     return module
 
 
@@ -184,27 +191,6 @@ def _dtypes(
 
     dtypes = dtypes_of(names, lambda p: (p.dtype, places[p].mesh), mp_policy, gradient_policy)
     return dtypes, without_override(mp_policy)
-
-
-def _spec(
-    mesh: DataParallelMesh,
-    dtypes: ParamDtypes,
-    memory: ShardMemory,
-    stage: Stage,
-    mesh_after_forward: DataParallelMesh | None,
-) -> GroupSpec:
-    """Returns the spec of a group of parameters on `mesh` with these dtypes."""
-    return GroupSpec(
-        mesh,
-        dtypes.mp_policy,
-        dtypes.gradient_policy,
-        memory,
-        stage,
-        all_gather=_all_gather(stage, memory),
-        second_step=_second_step(mesh, dtypes.gradient_policy.wire_dtype),
-        mesh_after_forward=mesh_after_forward,
-        regroup=_regroup,
-    )
 
 
 def _second_step(
@@ -333,7 +319,7 @@ def _reshard_plan(
 @torch.inference_mode(mode=False)
 def _commit(
     unit: Unit,
-    params: Collection[list[nn.Parameter]],
+    originals: Collection[tuple[nn.Parameter, FSDPParam]],
     ignored: set[nn.Parameter],
 ) -> None:
     """Changes the module and its parameters. Nothing here raises on user input."""
@@ -353,13 +339,12 @@ def _commit(
         from shardgrad.diagnosis.watchdog import watch_ranks
 
         watch_ranks(unit.mesh.device)
-    _take_inherited(chain.from_iterable(params))
-    for group, originals in zip(unit.groups, params, strict=True):
-        for p, original in zip(group.params, originals, strict=True):
-            original.__dict__[CLAIM] = Claim(unit, p)
-            p.sharded.__dict__.pop(CLAIM, None)  # copied, if an inner unit had claimed the original
-            mark_sharded(p)
-            p.register(p.sharded)
+    _take_inherited(original for original, _ in originals)
+    for original, p in originals:
+        original.__dict__[CLAIM] = Claim(unit, p)
+        p.sharded.__dict__.pop(CLAIM, None)  # copied, if an inner unit had claimed the original
+        mark_sharded(p)
+        p.register(p.sharded)
     # Buffers are moved to the device but not sharded: running statistics differ between ranks.
     for module in managed:
         for name, buffer in module._buffers.items():

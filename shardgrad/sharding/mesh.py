@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -283,16 +282,9 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     )
 
 
-def _program() -> str:
-    """Returns the words after `python` that started this program, including `-m MODULE`."""
-    words = sys.orig_argv[1:]
-    is_named = words[:1] == ["-m"] or not "".join(words[:1]).startswith("-")
-    return (shlex.join(words) if is_named else sys.argv[0]) or "program.py"
-
-
 # Per world and device type. A mesh keeps its world alive, so it is held only while units use it.
-_over_all_ranks: WeakKeyDictionary[dist.ProcessGroup, WeakValueDictionary[str, DeviceMesh]]
-_over_all_ranks = WeakKeyDictionary()
+_over_all_ranks: WeakValueDictionary[tuple[dist.ProcessGroup, str], DeviceMesh]
+_over_all_ranks = WeakValueDictionary()
 
 
 def default_mesh() -> DeviceMesh:
@@ -311,7 +303,7 @@ def default_mesh() -> DeviceMesh:
                 "fully_shard was called without a process group or a launcher",
                 expected="torchrun, or init_process_group before fully_shard",
                 got=f"no {', '.join(missing)} in the environment",
-                fix=f"torchrun --nproc-per-node=2 {_program()}   (a process per GPU)",
+                fix=f"torchrun --nproc-per-node=2 {sys.argv[0] or 'program.py'}   (a process per GPU)",
             )
         dist.init_process_group()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -319,8 +311,8 @@ def default_mesh() -> DeviceMesh:
     world: Any = dist.group.WORLD
     if device_type != "cpu" and f"{device_type}:" not in str(dist.get_backend_config(world)):
         device_type = "cpu"
-    known = _over_all_ranks.setdefault(world, WeakValueDictionary())
-    mesh = known.get(device_type)
+    mesh = _over_all_ranks.get((world, device_type))
     if mesh is None:
-        mesh = known[device_type] = init_device_mesh(device_type, (dist.get_world_size(),))
+        mesh = init_device_mesh(device_type, (dist.get_world_size(),))
+        _over_all_ranks[world, device_type] = mesh
     return mesh

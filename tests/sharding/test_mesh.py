@@ -39,23 +39,14 @@ def test_axes_in_torchs_order_are_taken(square: DeviceMesh) -> None:
     assert DataParallelMesh.of_info(info).mesh is square
 
 
-@pytest.mark.parametrize(
-    ("started", "repeated"),
-    [
-        (["mine.py", "--lr", "0.1"], "mine.py --lr 0.1"),
-        (["-m", "shardgrad.patch", "my program.py"], "-m shardgrad.patch 'my program.py'"),
-        (["-u", "mine.py"], "mine.py"),
-        ([], "program.py"),
-    ],
-)
+@pytest.mark.parametrize(("started", "named"), [("mine.py", "mine.py"), ("", "program.py")])
 def test_a_program_without_a_launcher_is_told_how_to_start_it_with_one(
-    started: list[str], repeated: str, monkeypatch: pytest.MonkeyPatch
+    started: str, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(sys, "orig_argv", ["python", *started])
-    monkeypatch.setattr(sys, "argv", started[-1:] or [""])
-    with pytest.raises(MeshError, match=re.escape(f"--nproc-per-node=2 {repeated}   (")):
+    monkeypatch.setattr(sys, "argv", [started])
+    with pytest.raises(MeshError, match=re.escape(f"--nproc-per-node=2 {named}   (")):
         default_mesh()
 
 
