@@ -303,7 +303,8 @@ def default_mesh() -> DeviceMesh:
                 "fully_shard was called without a process group or a launcher",
                 expected="torchrun, or init_process_group before fully_shard",
                 got=f"no {', '.join(missing)} in the environment",
-                fix=f"torchrun --nproc-per-node=2 {sys.argv[0] or 'program.py'}   (a process per GPU)",
+                fix=f"torchrun --nproc-per-node=2 {sys.argv[0] or 'program.py'}   "
+                "(a process per GPU)",
             )
         dist.init_process_group()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
