@@ -111,10 +111,6 @@ class Capturable:
         """
         return iter(())
 
-    def reports(self) -> dict[str, torch.Tensor]:
-        """Returns device scalars for a progress display, by name."""
-        return {}
-
 
 def nothing() -> None:
     """Does nothing: the snapshot of an object without host state."""

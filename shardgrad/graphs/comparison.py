@@ -19,10 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from shardgrad.graphs.capturable import Capturable
 from shardgrad.graphs.host_state import host_snapshot
-from shardgrad.graphs.outputs import named, plain_tensors
+from shardgrad.graphs.outputs import plain_tensors
 from shardgrad.ops.library import has_kernels
 from shardgrad.ops.virtual_memory import virtual_zeros
 
@@ -136,7 +137,7 @@ class Comparison:
 
     def _note(self, outputs: Any, seen: dict[str, set[Hashable]]) -> None:
         """Adds the digests of a replay's outputs and memory to `seen`, by name."""
-        of_outputs = ((f"output{path}", leaf) for path, leaf in named(outputs))
+        of_outputs = [(f"output{keystr(p)}", leaf) for p, leaf in tree_leaves_with_path(outputs)]
         for name, tensor in chain(of_outputs, self._state()):
             if name:
                 bits = tuple(map(_digest, plain_tensors([tensor])))

@@ -442,11 +442,6 @@ class OptimState(Capturable):
         for what, tensor in self._value.buffers():
             yield f"{what} of {type(self._value).__name__}", tensor
 
-    def reports(self) -> dict[str, torch.Tensor]:
-        """See `Capturable`."""
-        found = self._value.buffers()
-        return {name: one for name, one in found if name in ("skipped steps", "loss scale")}
-
 
 adapt.register(nn.Module, ModuleState)
 adapt.register(FlatOptimizer, OptimState)

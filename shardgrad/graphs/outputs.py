@@ -7,13 +7,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import (
-    keystr,
-    tree_flatten_with_path,
-    tree_leaves,
-    tree_map_only,
-    tree_map_with_path,
-)
+from torch.utils._pytree import keystr, tree_leaves, tree_map_only, tree_map_with_path
 
 from shardgrad.errors import StepOutputError
 from shardgrad.graphs.memory import Memory
@@ -24,7 +18,6 @@ __all__ = [
     "detached",
     "host_value",
     "is_of_host",
-    "named",
     "plain_tensors",
     "used_on",
 ]
@@ -120,10 +113,3 @@ def used_on(outputs: Any, stream: torch.Stream | None) -> Any:
         for tensor in plain_tensors(tree_leaves(outputs)):
             tensor.record_stream(stream)
     return outputs
-
-
-def named(outputs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (path in the tree, tensor) for the tensors among the outputs."""
-    for path, leaf in tree_flatten_with_path(outputs)[0]:
-        if isinstance(leaf, torch.Tensor):
-            yield keystr(path), leaf

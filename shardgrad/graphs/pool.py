@@ -50,8 +50,6 @@ class GraphPool:
         stream: the stream on which steps run eagerly and are captured; None on the CPU.
         can_capture: False if the device has no graphs, so that all steps run eagerly.
         nbytes: bytes that captures have reserved so far, in addition to those of eager steps.
-        calls: number of calls of all steps of this pool. Each may overwrite the outputs of earlier
-            ones.
     """
 
     def __init__(
@@ -68,7 +66,7 @@ class GraphPool:
         self.stream: Stream = (
             _capture_stream(self.device, threading.get_ident()) if self.can_capture else None
         )
-        self.nbytes = self.calls = 0
+        self.nbytes = 0
         self._latest: Stream = None  # the caller's stream in the latest call
         self._policy = offload_policy
         self._memory: VirtualPool | None = None

@@ -47,7 +47,6 @@ from shardgrad.graphs.preflight import (
 from shardgrad.graphs.program_line import line_that_raised
 from shardgrad.graphs.reads import Reads
 from shardgrad.graphs.recomputation import Redraws
-from shardgrad.graphs.status import StepStatus, read_later
 
 __all__ = ["GraphedStep", "StepSettings", "UncapturableStepWarning", "graphed_step"]
 
@@ -206,11 +205,6 @@ class GraphedStep(Generic[_P, _R]):
         self._seen: dict[Key, Redraws] = {}
         self._thread_id = threading.get_ident()
         self._closed = False
-        self._outputs: Any = None
-        self._call = 0
-        # Returns a status once it has arrived, and None before; None if none is on its way.
-        self._pending: Callable[[], StepStatus | None] | None = None
-        self._status: StepStatus | None = None
         self._before: Key = (), ()  # the key of the latest call
         self._news = ""  # what was new in the last call, so that it was not captured; or ""
         self._with_news = 0  # consecutive calls with something new
@@ -236,9 +230,7 @@ class GraphedStep(Generic[_P, _R]):
         if self._settings.bucket is not None:
             args, kwargs = self._settings.bucket(*args, **kwargs)  # type: ignore[assignment]
         inputs = flatten_inputs(args, kwargs)
-        caller = self.pool.follow()
-        self.pool.calls = self._call = self.pool.calls + 1
-        outputs = self._outputs = self._run(inputs, caller)
+        outputs = self._run(inputs, self.pool.follow())
         result: _R = clones(outputs) if self._settings.clone_outputs else outputs
         return result
 
@@ -352,21 +344,6 @@ class GraphedStep(Generic[_P, _R]):
                     self._graphs.append(captured)
                 return captured
         return None
-
-    def poll(self) -> StepStatus | None:
-        """Returns the status of a recent step without waiting for the device; None until one has
-        arrived.
-
-        The status may be older than the last call. Starts to copy the present one if no copy is on
-        its way. See `read_later`.
-        """
-        step = self.eager_steps + self.replays
-        if self._pending is None and step and self._call == self.pool.calls:
-            # No other step of the pool has overwritten the outputs.
-            self._pending = read_later(step, self._outputs, self._capturables, self.pool)
-        if self._pending is not None and (status := self._pending()) is not None:
-            self._status, self._pending = status, None
-        return self._status
 
     def status(self) -> str:
         """Returns one sentence: how many calls ran which way since the last reset, and why the

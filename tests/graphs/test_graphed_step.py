@@ -220,16 +220,6 @@ def test_a_step_may_be_evaluated_before_it_trains() -> None:
             assert torch.equal(step(x), model(x).sum())
 
 
-def test_a_status_is_there_without_a_device() -> None:
-    _, step = training()
-    assert step.poll() is None
-    out = step(torch.ones(3, 4))
-    status = step.poll()
-    assert status.values["loss"] == out["loss"].item()
-    assert status.finite
-    assert status.step == 1
-
-
 def test_a_step_says_in_a_sentence_how_its_calls_have_run() -> None:
     _, step = training()
     step(torch.ones(3, 4))
