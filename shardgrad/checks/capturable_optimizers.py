@@ -26,7 +26,7 @@ from shardgrad.checks.untrained_params import params_of
 from shardgrad.engine.param import managed_by
 from shardgrad.errors import CaptureError
 
-__all__ = ["cure", "refuse_uncapturable_step", "why_not_capturable"]
+__all__ = ["refuse_uncapturable_step"]
 
 _READS_HOST: tuple[tuple[type[Optimizer], str], ...] = (
     (optim.LBFGS, "it reads losses and directions on the host to choose the step length"),
@@ -36,7 +36,7 @@ _READS_HOST: tuple[tuple[type[Optimizer], str], ...] = (
 )
 
 
-def why_not_capturable(optimizer: Optimizer) -> str | None:
+def _why_not_capturable(optimizer: Optimizer) -> str | None:
     """Returns why the optimizer's next step must not be captured; None if no reason is known."""
     for kind, why in _READS_HOST:
         if isinstance(optimizer, kind):
@@ -53,7 +53,7 @@ def why_not_capturable(optimizer: Optimizer) -> str | None:
     return None
 
 
-def cure(optimizer: Optimizer) -> str:
+def _cure(optimizer: Optimizer) -> str:
     """Returns what to use instead of an optimizer whose step no graph can repeat."""
     name = type(optimizer).__name__
     cures = ["an optimizer from shardgrad.optim; or shardgrad.graphs.outside(optimizer.step)"]
@@ -86,7 +86,7 @@ def refuse_uncapturable_step(optimizer: Optimizer) -> None:
         CaptureError: the step cannot be part of the graph.
     """
     managed = next((m for p in params_of(optimizer) if (m := managed_by(p)) is not None), None)
-    why = None if managed is None else why_not_capturable(optimizer)
+    why = None if managed is None else _why_not_capturable(optimizer)
     if managed is None or why is None:
         return
     raise CaptureError(
@@ -94,5 +94,5 @@ def refuse_uncapturable_step(optimizer: Optimizer) -> None:
         expected="shardgrad.optim.AdamW, Adam or SGD; or an optimizer built with capturable=True",
         got=type(optimizer).__name__,
         where=f"parameter {managed.name}",
-        fix=cure(optimizer),
+        fix=_cure(optimizer),
     )

@@ -29,7 +29,6 @@ __all__ = [
     "Capturable",
     "CaptureAgain",
     "OptimizerState",
-    "adapt",
     "capturable",
     "nothing",
 ]
@@ -116,18 +115,9 @@ def nothing() -> None:
     """Does nothing: the snapshot of an object without host state."""
 
 
-def capturable(value: Any) -> Capturable:
-    """Returns `value` as a `Capturable`.
-
-    Raises:
-        OptionError: no adapter is registered for its class.
-    """
-    return value if isinstance(value, Capturable) else adapt(value)
-
-
 @singledispatch
-def adapt(value: Any) -> Capturable:
-    """Wraps an object in its adapter; `adapt.register(cls, adapter)` adds one for a class.
+def capturable(value: Any) -> Capturable:
+    """Returns `value` as a `Capturable`; `capturable.register(cls, adapter)` adds an adapter.
 
     Raises:
         OptionError: no adapter is registered for its class.
@@ -166,7 +156,7 @@ class OptimizerState(Capturable):
             return
         for number, group in enumerate(self._optimizer.param_groups):
             rate, device = group["lr"], _device(group)
-            if not group.get("capturable") or device is None or rate is self._rates.get(number):
+            if not group.get("capturable") or device is None:
                 continue
             # A number from the program or a checkpoint, or a tensor on another device.
             if not isinstance(rate, torch.Tensor) or rate.device != device:
@@ -220,9 +210,7 @@ def _constant(value: Any, device: torch.device | None) -> Hashable:
     return addresses, b"" if is_read else host_value(value)
 
 
-@adapt.register
-def _generator(value: torch.Generator) -> Capturable:
-    return Capturable()  # without guards: the generator is registered with the graph
-
-
-adapt.register(Optimizer, OptimizerState)
+capturable.register(Capturable, lambda value: value)
+capturable.register(Optimizer, OptimizerState)
+# Without guards: the generator is registered with the graph.
+capturable.register(torch.Generator, lambda value: Capturable())

@@ -193,8 +193,9 @@ def _attributes(value: Any, given: frozenset[int]) -> Iterator[str]:
         tensors = value._parameters | value._buffers
         yield from value._modules
         yield from (name for name, tensor in tensors.items() if id(tensor) not in given)
-        hooks = [name for name in own if name.endswith("_hooks") and own[name]]
-        yield from (name for name in own if name in hooks or name not in _OF_EVERY_MODULE)
+        for name, part in own.items():
+            if name not in _OF_EVERY_MODULE or (name.endswith("_hooks") and part):
+                yield name
     elif not isinstance(value, ModuleType):
         yield from own
 

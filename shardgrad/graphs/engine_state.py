@@ -35,7 +35,7 @@ from shardgrad.engine.replaced_params import adopt
 from shardgrad.engine.streams import is_capturing
 from shardgrad.engine.unit import RootContext, units_under
 from shardgrad.errors import CaptureError
-from shardgrad.graphs.capturable import Capturable, CaptureAgain, adapt, nothing
+from shardgrad.graphs.capturable import Capturable, CaptureAgain, capturable, nothing
 from shardgrad.optim.flat import FlatOptimizer
 from shardgrad.optim.grad_scaler import GradScaler
 
@@ -66,7 +66,6 @@ class ModuleState(Capturable):
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._units = units_under(module)
         # The shards that had memory before the present capture; None outside of captures. See
         # [Note: Gradients in a graph's pool].
         self._with_memory: set[GradShard] | None = None
@@ -81,6 +80,7 @@ class ModuleState(Capturable):
 
     def _collect(self) -> None:
         """Collects the objects that guards and snapshots read."""
+        self._units = units_under(self._module)
         self._groups = [group for unit in self._units for group in unit.groups]
         _refuse_uncapturable_groups(self._groups)
         self._grad_groups = [grads for unit in self._units for grads in unit.grad_groups]
@@ -126,7 +126,6 @@ class ModuleState(Capturable):
                 adopt(group)
         is_same = all(map(is_, self._origins(), self._collected_from))
         if not is_same or tuple(map(_GENERATION, self._groups)) != self._generations:
-            self._units = units_under(self._module)
             self._collect()
 
     def _origins(self) -> Iterator[Any]:
@@ -291,26 +290,24 @@ class ModuleState(Capturable):
 
     def snapshot(self) -> Callable[[], None]:
         """See `Capturable`."""
+        registered = ((register, name) for register in self._registers for name in register)
         # Without sharded parameters: the engine decides whether their sharded or unsharded tensor
         # is registered.
-        registers = [
-            (register, {name: one for name, one in register.items() if fsdp_param_of(one) is None})
-            for register in self._registers
+        values = [
+            (owner, name, owner[name])
+            for owner, name in chain(registered, self._switches)
+            if fsdp_param_of(owner[name]) is None
         ]
         gradients = [(p, p.grad) for p in self._plain]
         states = [(shard, shard.host_state()) for shard in self._shards()]
-        switches = [(owner, name, owner[name]) for owner, name in self._switches]
 
         def restore() -> None:
-            for register, content in registers:
-                register.update(content)
+            for owner, name, value in values:
+                owner[name] = value
             for param, grad in gradients:
-                if param.grad is not grad:
-                    param.grad = grad
+                param.grad = grad
             for shard, state in states:
                 shard.restore(state)
-            for owner, name, value in switches:
-                owner[name] = value
 
         return restore
 
@@ -443,6 +440,6 @@ class OptimState(Capturable):
             yield f"{what} of {type(self._value).__name__}", tensor
 
 
-adapt.register(nn.Module, ModuleState)
-adapt.register(FlatOptimizer, OptimState)
-adapt.register(GradScaler, OptimState)
+capturable.register(nn.Module, ModuleState)
+capturable.register(FlatOptimizer, OptimState)
+capturable.register(GradScaler, OptimState)

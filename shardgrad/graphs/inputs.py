@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
-from itertools import chain, count
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ from shardgrad.graphs.memory import Memory, extent
 from shardgrad.graphs.outputs import plain_tensors
 from shardgrad.graphs.reads import Reads
 
-__all__ = ["InputBuffers", "Inputs", "flatten_inputs", "for_eager_call", "objects_in"]
+__all__ = ["InputBuffers", "Inputs", "flatten_inputs", "for_eager_call"]
 
 _LEAVES = (torch.Tensor, bool, int, float, str, type(None))  # the most frequent leaves
 _STATIC = (nn.Parameter, nn.Buffer)
@@ -39,11 +39,13 @@ class Inputs(NamedTuple):
     """The flattened arguments of one call.
 
     Attributes:
-        tensors: the tensors to copy, in order.
+        leaves: tensors, numbers and other objects, in order.
+        tensors: those of them that are copied.
         key: the input key. Together with the guards it chooses the graph.
         arguments: (args, kwargs), as given.
     """
 
+    leaves: list[Any]
     tensors: list[torch.Tensor]
     key: tuple[Any, ...]
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
@@ -55,30 +57,29 @@ def flatten_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
     Raises:
         StepInputError: a tensor cannot be copied, or an object cannot be compared.
     """
-    tensors: list[torch.Tensor] = []
-    return Inputs(tensors, _key((args, kwargs), tensors, count()), (args, kwargs))
+    leaves: list[Any] = []
+    structure = _flattened((args, kwargs), leaves)
+    key = structure, *map(_key, count(), leaves)
+    return Inputs(leaves, list(filter(_is_copied, leaves)), key, (args, kwargs))
 
 
-def _key(value: Any, tensors: list[torch.Tensor], numbers: Iterator[int]) -> tuple[Any, ...]:
-    """Returns the key of a tree, and appends the tensors to copy to `tensors`.
-
-    Args:
-        value: the tree.
-        tensors: the list to append to.
-        numbers: yields the number of each leaf, for errors.
-    """
-    if isinstance(value, torch.Tensor):
-        index = next(numbers)
-        if _is_static(value):
-            return value.data_ptr(), value.shape, value.stride(), value.dtype
-        _require_plain(value, index)
-        tensors.append(value)
-        return value.shape, value.stride(), value.dtype, value.device.type
+def _flattened(value: Any, leaves: list[Any]) -> Hashable:
+    """Returns the structure of a tree, and appends its leaves to `leaves`."""
     node = _opened(value)
-    if node is not None:
-        kind, parts, _ = node
-        return kind, *[_key(part, tensors, numbers) for part in parts]
-    index = next(numbers)
+    if node is None:
+        leaves.append(value)
+        return None
+    kind, parts, _ = node
+    return kind, *[_flattened(part, leaves) for part in parts]
+
+
+def _key(index: int, value: Any) -> Hashable:
+    """Returns the key of a leaf. `index` names it in errors."""
+    if _is_copied(value):
+        _require_plain(value, index)
+        return value.shape, value.stride(), value.dtype, value.device.type
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr(), value.shape, value.stride(), value.dtype
     if not isinstance(value, Hashable):
         raise StepInputError(
             f"input {index} of a graphed step is not hashable, so calls cannot be compared",
@@ -90,22 +91,15 @@ def _key(value: Any, tensors: list[torch.Tensor], numbers: Iterator[int]) -> tup
     return f"input {index}", type(value).__name__, value
 
 
-def objects_in(value: Any) -> Iterator[Any]:
-    """Yields the leaves of arguments that are neither tensors nor numbers."""
-    node = _opened(value)
-    if node is not None:
-        yield from chain.from_iterable(map(objects_in, node[1]))
-    elif not isinstance(value, _LEAVES):
-        yield value
-
-
-def _is_static(tensor: torch.Tensor) -> bool:
+def _is_copied(value: Any) -> bool:
+    """Returns whether a leaf is a tensor that is not static."""
     # As in torch.compile; see torch._dynamo.mark_static_address. The first test is a shortcut for
     # most tensors: isinstance of these two classes calls a Python function and takes six times as
     # long.
-    if type(tensor) is torch.Tensor and not tensor.__dict__:
-        return False
-    return isinstance(tensor, _STATIC) or hasattr(tensor, "_dynamo_static_input_type")
+    if type(value) is torch.Tensor and not value.__dict__:
+        return True
+    is_static = isinstance(value, _STATIC) or hasattr(value, "_dynamo_static_input_type")
+    return isinstance(value, torch.Tensor) and not is_static
 
 
 def _require_plain(tensor: torch.Tensor, index: int) -> None:
@@ -186,8 +180,7 @@ def _filled(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
     if node is not None:
         _, parts, made_of = node
         return made_of([_filled(part, tensors) for part in parts])
-    is_copied = isinstance(value, torch.Tensor) and not _is_static(value)
-    return next(tensors) if is_copied else value
+    return next(tensors) if _is_copied(value) else value
 
 
 # -- buffers
@@ -202,6 +195,7 @@ class InputBuffers:
 
     Attributes:
         buffers: the buffers, in the order of `Inputs.tensors`.
+        objects: the arguments that are neither tensors nor numbers.
     """
 
     def __init__(self, inputs: Inputs, device: torch.device) -> None:
@@ -211,6 +205,7 @@ class InputBuffers:
         with torch.inference_mode(False):  # later calls with this key may be outside of the mode
             self.buffers = [torch.empty_like(each, device=device) for each in inputs.tensors]
         self._arguments = inputs.arguments
+        self.objects = [each for each in inputs.leaves if not isinstance(each, _LEAVES)]
         self._captured: list[torch.Tensor] = []  # what the latest capture has passed
         self._written: set[int] = set()  # the arguments that the step writes
 
@@ -251,8 +246,7 @@ class InputBuffers:
         the graph, and the step writes one of the two. A replay reads and writes copies of the
         arguments, so it would not see in one what it has written to the other.
         """
-        kind = self._device.type
-        own = {i: each for i, each in enumerate(inputs.tensors) if each.device.type == kind}
+        own = {i: each for i, each in enumerate(inputs.tensors) if self._is_on_device(each)}
         for index in self._written & own.keys():
             begin, end = extent(own[index])
             others = Memory(each for i, each in own.items() if i != index)

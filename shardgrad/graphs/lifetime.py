@@ -3,8 +3,8 @@
 A graph holds NCCL communicators, and NCCL does not destroy a communicator while a graph holds it,
 so `destroy_process_group` would hang. torch has no hook that runs before a process group is
 destroyed. So `torch.distributed.destroy_process_group` is replaced when the first graph is
-captured. The replacement closes only the steps that were captured under the default process group
-that is being destroyed.
+captured, until the process ends. The replacement closes only the steps that were captured under the
+default process group that is being destroyed.
 """
 
 from __future__ import annotations
@@ -12,13 +12,10 @@ from __future__ import annotations
 import atexit
 import functools
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-
-from shardgrad.graphs.torch_patches import replace
 
 __all__ = ["has_graphs"]
 
@@ -28,8 +25,7 @@ _steps: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 def has_graphs(step: Any) -> None:
     """Registers `step` to be closed before its default process group is destroyed, or at exit."""
-    for module in (dist, distributed_c10d):
-        replace(module, "destroy_process_group", _closing_steps)
+    _replace_destroy()
     _steps[step] = dist.group.WORLD
 
 
@@ -39,7 +35,10 @@ def _close_all() -> None:
         step.close()
 
 
-def _closing_steps(destroy: Callable[..., None]) -> Callable[..., None]:
+@functools.cache
+def _replace_destroy() -> None:
+    destroy = dist.destroy_process_group
+
     @functools.wraps(destroy)
     def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
         if group is None or group is dist.group.WORLD:
@@ -48,4 +47,5 @@ def _closing_steps(destroy: Callable[..., None]) -> Callable[..., None]:
                     step.close()
         destroy(group)
 
-    return destroy_process_group
+    dist.destroy_process_group = destroy_process_group
+    distributed_c10d.destroy_process_group = destroy_process_group

@@ -162,14 +162,13 @@ class GraphPool:
             gc.disable()
             try:
                 yield graph
+                graph.capture_end()
             except BaseException:
-                with suppress(Exception):  # the block's own exception is the cause
-                    self._end(graph, generators)
+                self._abandon(graph, generators)
                 raise
             finally:
                 if collecting:
                     gc.enable()
-            self._end(graph, generators)
             self._handle = graph.pool()
             self.nbytes += max(0, module.memory_reserved(self.device) - reserved)
 
@@ -182,13 +181,11 @@ class GraphPool:
                 yield segment["address"], segment["address"] + segment["total_size"]
 
     def destroy(self, graph: DeviceGraph) -> None:
-        """Destroys a graph that `capture` has yielded.
+        """Destroys a graph that `capture` has yielded. It must not be running.
 
         The last graph's end drops the memory pool, too: torch refuses captures into a pool all of
         whose graphs are destroyed.
         """
-        if self._memory is not None:  # a VirtualPool unmaps without waiting for the device
-            wait_for_device(self.device)
         graph.reset()
         self._graphs -= 1
         if not self._graphs:
@@ -198,13 +195,6 @@ class GraphPool:
         if self.device.type == "cuda":
             self._handle = self._handle or self._new_memory()
             return _begun(self._handle, generators)
-        if generators:
-            raise CaptureError(
-                f"graphs on {self.device.type} support only the device's default generator",
-                expected="operations without generator=",
-                got=f"{len(generators)} generators",
-                fix="omit torch.Generator in graphed_step(...), and generator= in the step",
-            )
         graph: DeviceGraph = torch.accelerator.Graph(pool=self._handle)
         graph.capture_begin()
         return graph
@@ -215,16 +205,15 @@ class GraphPool:
         self._memory = VirtualPool()
         return self._memory.id
 
-    def _end(self, graph: Any, generators: Sequence[torch.Generator]) -> None:
-        try:
+    def _abandon(self, graph: DeviceGraph, generators: Sequence[torch.Generator]) -> None:
+        """Ends a capture that has failed. If CUDA has already invalidated it, torch's part of it
+        has to be ended apart. The first exception is the cause, so none is raised here.
+        """
+        with suppress(Exception):
             graph.capture_end()
-        except BaseException:
-            if self.device.type == "cuda":
-                self._end_in_torch(generators)
-            raise
-
-    def _end_in_torch(self, generators: Sequence[torch.Generator]) -> None:
-        """Ends torch's part of a capture that CUDA has already invalidated."""
+            return
+        if self.device.type != "cuda":
+            return
         with suppress(RuntimeError):
             # Otherwise the allocator keeps deferring frees of memory used on other streams.
             torch._C._cuda_endAllocateToPool(self.device.index, self._handle)

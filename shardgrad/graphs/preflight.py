@@ -11,15 +11,12 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributions import Distribution
-from torch.optim.optimizer import Optimizer
 from torch.utils import checkpoint
 
-from shardgrad.checks.capturable_optimizers import cure, why_not_capturable
 from shardgrad.errors import CaptureError, ShardgradError
 from shardgrad.ops.library import build_command, has_kernels
 
@@ -86,20 +83,15 @@ _RAISING = {
 }
 
 
-def environment_issues(device: torch.device, objects: Iterable[Any]) -> list[CaptureError]:
+def environment_issues(device: torch.device) -> list[CaptureError]:
     """Returns the issues that can be found without running a step.
 
     Args:
         device: the device of the step. Kernels and environment variables are checked on CUDA only.
-        objects: the objects that the step uses, among them its optimizers.
 
     Capture: called outside of a capture; it reads nothing from the device.
     """
-    found = [
-        CaptureError(f"a step of {type(each).__name__} cannot be captured: {why}", fix=cure(each))
-        for each in objects
-        if isinstance(each, Optimizer) and (why := why_not_capturable(each)) is not None
-    ]
+    found: list[CaptureError] = []
     if device.type == "cuda":
         if not has_kernels("cuda"):
             found.append(

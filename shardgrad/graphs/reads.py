@@ -11,6 +11,7 @@ as on its address, wherever the program keeps it.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -98,7 +99,7 @@ class Reads(TorchDispatchMode):
         self._written: dict[int, str] = {}
         # By storage: the places where the function finds it. The addresses are recorded now, since
         # the block may put another tensor there.
-        self._candidates: dict[int, list[tuple[Place, Hashable]]] = {}
+        self._candidates = defaultdict[int, list[tuple[Place, Hashable]]](list)
         registered = (chain(each.parameters(), each.buffers()) for each in modules)
         given = frozenset(map(id, chain.from_iterable(registered)))
         self._search = partial(closed_over, function, [*modules, *objects], given)
@@ -110,7 +111,7 @@ class Reads(TorchDispatchMode):
             elif isinstance(value, torch.Tensor | list | tuple | dict):
                 found = place, address_of(value)
                 for tensor in plain_tensors(elements(value)):
-                    self._candidates.setdefault(_identity(tensor), []).append(found)
+                    self._candidates[_identity(tensor)].append(found)
             else:
                 self.numbers.setdefault(place.name, value)
 
@@ -161,15 +162,15 @@ class Reads(TorchDispatchMode):
                 got="a module whose state the graph cannot guard or restore",
                 fix=f"graphed_step(..., {name})",
             )
-        if tensor.requires_grad and tensor.is_leaf and fsdp_param_of(tensor) is None:
+        is_leaf = tensor.requires_grad and tensor.is_leaf and fsdp_param_of(tensor) is None
+        if is_leaf and identity not in self._state:
             self._leaves.setdefault(id(tensor), (tensor, tensor.grad))
         by_value = is_of_host(tensor) and (runs_on_host or tensor.ndim == 0)
-        if self._stream is not None and by_value and identity not in self._candidates:
-            self._candidates[identity] = [(Place("a host tensor", tensor), address_of(tensor))]
-        found = self._candidates.get(identity, [])
+        found = self._candidates[identity]
+        if self._stream is not None and by_value and not found:
+            found.append((Place("a host tensor", tensor), address_of(tensor)))
         for place, address in found:
-            if place not in self.places:
-                self.places[place] = address, host_value(place.found())
+            self.places.setdefault(place, (address, host_value(place.found())))
         name = found[0][0].name if found else ""
         if is_written:
             if runs_on_host and self._stream is not None:
@@ -244,8 +245,7 @@ class Reads(TorchDispatchMode):
         leaves, self._leaves = self._leaves.values(), {}
         found = []
         for leaf, before in leaves:
-            is_known = _identity(leaf) in self._state
-            if not is_known and not (leaf.grad is None and before is None):
+            if leaf.grad is not None or before is not None:
                 leaf.grad = before
                 found.append(leaf)
         return found
@@ -291,12 +291,12 @@ class Reads(TorchDispatchMode):
             and all(_identity(each) in self._made for each in plain_tensors([value]))
         ]
         self._made.clear()
-        for begin, end in segments:
-            self._on_device = {
-                memory: (what, address)
-                for memory, (what, address) in self._on_device.items()
-                if not begin <= address < end
-            }
+        own = list(segments)
+        self._on_device = {
+            memory: (what, address)
+            for memory, (what, address) in self._on_device.items()
+            if not any(begin <= address < end for begin, end in own)
+        }
         self.memory = Memory(content for _, content in self._existing())
         self.written_memory = Memory(content for _, content in self.written())
         return left

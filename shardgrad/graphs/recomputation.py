@@ -6,13 +6,16 @@ registered with a graph, and the host sets the offset of each before a replay. S
 records at which offset, relative to the beginning of the call, each recomputed region began. In the
 capture, each of these regions draws from a generator of its own, whose offset every replay sets to
 the device generator's plus that distance.
+
+For that, two functions of torch are replaced until the process ends. Outside of graphed steps they
+do what torch's do.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +23,6 @@ from torch.utils import checkpoint
 
 from shardgrad.errors import ReplayMismatchError
 from shardgrad.graphs.pool import GraphPool
-from shardgrad.graphs.torch_patches import replace
 
 __all__ = ["Redraws"]
 
@@ -31,11 +33,14 @@ class Redraws:
     Args:
         pool: the pool of the step. On devices other than CUDA nothing is recorded, and a capture of
             such a region is refused.
+
+    Attributes:
+        notes: True in an eager call, which records; False in a capture.
     """
 
     def __init__(self, pool: GraphPool) -> None:
         self._pool = pool
-        self._notes = False
+        self.notes = False
         self._recomputed = 0  # number of regions recomputed in this call so far
         # Of each recomputed region that draws, by its number: the generator's offset at its
         # beginning in forward, relative to that of the call, and a generator for a capture.
@@ -50,7 +55,8 @@ class Redraws:
         return [generator for _, generator in self._drawing.values()]
 
     @property
-    def _default(self) -> torch.Generator:
+    def default(self) -> torch.Generator:
+        """The device's default generator."""
         return torch.cuda.default_generators[self._pool.device.index]
 
     @contextmanager
@@ -64,25 +70,24 @@ class Redraws:
         if self._pool.device.type != "cuda":
             yield
             return
-        replace(checkpoint, "get_device_states", _saving)
-        replace(torch.random, "fork_rng", _recomputing)
+        _replace_functions()
         # The key is the stream, since regions are recomputed on autograd's threads, where this
         # stream is current, too.
         stream: Any = self._pool.stream
-        self._notes, self._recomputed, _on_streams[stream] = notes, 0, self
-        self._begin = self._default.get_offset()
+        self.notes, self._recomputed, _on_streams[stream] = notes, 0, self
+        self._begin = self.default.get_offset()
         try:
             yield
         finally:
             del _on_streams[stream]
         if notes:
-            self._drawn = self._default.get_offset() - self._begin
+            self._drawn = self.default.get_offset() - self._begin
 
     def begin_replay(self) -> None:
         """Sets the regions' generators for the next replay to where the regions began in
         forward.
         """
-        seed, self._begin = self._default.initial_seed(), self._default.get_offset()
+        seed, self._begin = self.default.initial_seed(), self.default.get_offset()
         for start, generator in self._drawing.values():
             generator.manual_seed(seed).set_offset(self._begin + start)
 
@@ -92,7 +97,7 @@ class Redraws:
         Raises:
             ReplayMismatchError: the recomputed regions drew other numbers than in forward.
         """
-        drawn = self._default.get_offset() - self._begin
+        drawn = self.default.get_offset() - self._begin
         if drawn != self._drawn:
             raise ReplayMismatchError(
                 "a graph drew more or fewer random numbers than the eager step, so its recomputed "
@@ -103,13 +108,6 @@ class Redraws:
                 "same numbers whether or not the step is being captured",
             )
 
-    def save(self, get_device_states: Callable[..., Any], args: Any) -> tuple[Any, Any]:
-        """Replaces `checkpoint.get_device_states` in the forward of a region."""
-        if self._notes:
-            devices, states = get_device_states(*args)
-            return _Saved(devices, self, self._default.get_offset()), states
-        return _Saved([], self, 0), []
-
     @contextmanager
     def recomputed(self, offset: int) -> Iterator[None]:
         """Surrounds the recomputation of a region.
@@ -118,58 +116,52 @@ class Redraws:
             offset: the offset of the device's generator when the region began in forward, in an
                 eager call.
         """
-        number, default = self._recomputed, self._default
+        number, default = self._recomputed, self.default
         self._recomputed += 1
-        if self._notes:
-            try:
-                yield
-            finally:
-                if default.get_offset() != offset:
-                    self._drawing[number] = offset - self._begin, default.clone_state()
-            return
         outside = default.graphsafe_get_state()
-        if number in self._drawing:
+        if number in self._drawing:  # in a capture; an eager call begins with none
             default.graphsafe_set_state(self._drawing[number][1])
         try:
             yield
         finally:
+            if self.notes and default.get_offset() != offset:
+                self._drawing[number] = offset - self._begin, default.clone_state()
             default.graphsafe_set_state(outside)
 
 
 class _Saved(list[int]):
     """The list of devices whose state a region has saved, which `torch.utils.checkpoint` passes on
-    to `fork_rng`. Carries the `Redraws` and the offset along.
+    to `fork_rng`. Carries the `Redraws` and the generator's offset along.
     """
 
-    def __init__(self, devices: list[int], redraws: Redraws, offset: int) -> None:
+    def __init__(self, devices: list[int], redraws: Redraws) -> None:
         super().__init__(devices)
-        self.redraws, self.offset = redraws, offset
+        self.redraws = redraws
+        self.offset = redraws.default.get_offset() if redraws.notes else 0
 
 
 # The redraws of the calls that are running, by the stream of their pool.
 _on_streams: dict[torch.Stream, Redraws] = {}
 
 
-def _saving(get_device_states: Callable[..., Any]) -> Callable[..., Any]:
+@functools.cache
+def _replace_functions() -> None:
+    get_device_states, fork_rng = checkpoint.get_device_states, torch.random.fork_rng
+
     @functools.wraps(get_device_states)
     def saved(*args: Any) -> Any:
         redraws = _on_streams.get(torch.accelerator.current_stream())
-        return (
-            get_device_states(*args) if redraws is None else redraws.save(get_device_states, args)
-        )
+        if redraws is None:
+            return get_device_states(*args)
+        devices, states = get_device_states(*args) if redraws.notes else ([], [])
+        return _Saved(devices, redraws), states
 
-    return saved
-
-
-def _recomputing(fork_rng: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fork_rng)
     @contextmanager
     def forked(devices: Any = None, *args: Any, **kwargs: Any) -> Iterator[None]:
-        with fork_rng(devices, *args, **kwargs):
-            if isinstance(devices, _Saved):
-                with devices.redraws.recomputed(devices.offset):
-                    yield
-            else:
-                yield
+        is_saved = isinstance(devices, _Saved)
+        region = devices.redraws.recomputed(devices.offset) if is_saved else nullcontext()
+        with fork_rng(devices, *args, **kwargs), region:
+            yield
 
-    return forked
+    checkpoint.get_device_states, torch.random.fork_rng = saved, forked

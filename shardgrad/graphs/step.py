@@ -33,7 +33,7 @@ from shardgrad.graphs.captured import CapturedStep, Key
 from shardgrad.graphs.changes import difference
 from shardgrad.graphs.comparison import Comparison
 from shardgrad.graphs.eager_regions import handle_eager_calls, is_in_step
-from shardgrad.graphs.inputs import InputBuffers, Inputs, flatten_inputs, for_eager_call, objects_in
+from shardgrad.graphs.inputs import InputBuffers, Inputs, flatten_inputs, for_eager_call
 from shardgrad.graphs.lifetime import has_graphs
 from shardgrad.graphs.other_ranks import announce, announced
 from shardgrad.graphs.outputs import apart_from, clones, detached, used_on
@@ -77,7 +77,6 @@ class StepSettings:
     pool: GraphPool | None
     max_graphs: int
     clone_outputs: bool
-    bucket: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None
     on_uncapturable: Literal["raise", "eager"]
 
     def __post_init__(self) -> None:
@@ -96,7 +95,6 @@ def graphed_step(
     pool: GraphPool | None = None,
     max_graphs: int = 8,
     clone_outputs: bool = False,
-    bucket: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None = None,
     on_uncapturable: Literal["raise", "eager"] = "raise",
 ) -> Callable[[Callable[_P, _R]], GraphedStep[_P, _R]]:
     """Makes a training step one graph: its launches are captured once and replayed from then on.
@@ -141,8 +139,6 @@ def graphed_step(
         pool: the `GraphPool` of another graphed step that uses the same models; None for a new one.
         max_graphs: number of graphs to keep. Beyond it, the least recently used one is dropped.
         clone_outputs: return copies. Otherwise the next call overwrites the returned tensors.
-        bucket: a function that gets a call's arguments and returns the (args, kwargs) to use
-            instead, for example with shapes padded to a few sizes.
         on_uncapturable: what to do if a capture fails, once all state is restored: "raise" a
             CaptureError, or warn and run the call "eager". In both cases, later calls with the same
             input key run eagerly. Ranks must capture together: if only some can, the collectives of
@@ -160,7 +156,7 @@ def graphed_step(
     Raises:
         OptionError: an option is out of range, or there is no `Capturable` adapter for an object.
     """
-    settings = StepSettings(warmup, pool, max_graphs, clone_outputs, bucket, on_uncapturable)
+    settings = StepSettings(warmup, pool, max_graphs, clone_outputs, on_uncapturable)
     for each in capturables:
         capturable(each)  # raises for an unknown class now, and not when a function is decorated
     return lambda function: GraphedStep(function, capturables, settings)
@@ -191,7 +187,6 @@ class GraphedStep(Generic[_P, _R]):
         self._function = function
         self._settings = settings
         self._modules = [each for each in objects if isinstance(each, nn.Module)]
-        self._objects = objects
         self._generators = [each for each in objects if isinstance(each, torch.Generator)]
         self._capturables = list(map(capturable, objects))
         devices = (tensor.device for tensor in self._state())
@@ -227,8 +222,6 @@ class GraphedStep(Generic[_P, _R]):
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Takes one step; see `graphed_step`."""
         self._require_callable_here()
-        if self._settings.bucket is not None:
-            args, kwargs = self._settings.bucket(*args, **kwargs)  # type: ignore[assignment]
         inputs = flatten_inputs(args, kwargs)
         outputs = self._run(inputs, self.pool.follow())
         result: _R = clones(outputs) if self._settings.clone_outputs else outputs
@@ -240,10 +233,9 @@ class GraphedStep(Generic[_P, _R]):
         guards = _modes(self.pool.device), *map(_GUARDS, self._capturables)
         key = inputs.key, guards
         captured = self._look_up(key)
-        is_refused = inputs.key in self._refused
-        self._news = "" if captured or is_refused else self._what_is_new(key)
+        self._news = self._what_is_new(key) if captured is None else _why_not(captured, inputs)
         self._before = key
-        if captured is not None and captured.is_compared and not _why_not(captured, inputs):
+        if captured is not None and captured.is_compared and not self._news:
             self._with_news = 0
             return self._replay(captured, inputs, caller)
         with self.pool.turn(caller):
@@ -257,18 +249,18 @@ class GraphedStep(Generic[_P, _R]):
         """Runs a call without a graph, with a graph that is not compared yet, or with one that must
         not be replayed.
         """
-        is_known = captured is not None
+        known = captured
         is_warm = self.eager_steps >= self._settings.warmup and self.pool.can_capture
-        if not (is_known or self._news or inputs.key in self._refused) and is_warm:
+        if not (known or self._news or inputs.key in self._refused) and is_warm:
             captured = self._capture_or_refuse(inputs, self._seen[self._before])
-            self.captures += captured is not None
-        if captured is not None:
-            self._news = _why_not(captured, inputs)
+            if captured is not None:
+                self.captures += 1
+                self._news = _why_not(captured, inputs)
         self._warn_of_news()
         if captured is None or self._news:
             return self._run_eagerly(inputs, caller)
-        if is_known and not captured.is_compared:
-            return self._compare(captured, inputs, caller)
+        if known is not None:
+            return self._compare(known, inputs, caller)
         return self._replay(captured, inputs, self.pool.stream)
 
     def _replay(self, captured: CapturedStep, inputs: Inputs, stream: Stream) -> Any:
@@ -280,13 +272,15 @@ class GraphedStep(Generic[_P, _R]):
 
     def _what_is_new(self, key: Key) -> str:
         """Describes a difference to earlier calls for which a capture has to wait; "" if there is
-        none: if an eager call had the same key and guards and did the lazy initialization.
+        none: if an eager call had the same key and guards and did the lazy initialization. Always
+        "" for inputs that are not captured.
         """
+        if key[0] in self._refused:
+            return ""
         if all(seen != key[0] for seen, _ in self._seen):
             return (
-                f"shapes or numbers in its arguments: {difference(self._before[0], key[0])}. Use "
-                "bucket= to pad shapes and round numbers to a few values, or pass numbers as "
-                "tensors"
+                f"shapes or numbers in its arguments: {difference(self._before[0], key[0])}. Pad "
+                "shapes and round numbers to a few values, or pass numbers as tensors"
             )
         if key not in self._seen:
             return (
@@ -339,9 +333,8 @@ class GraphedStep(Generic[_P, _R]):
         # A list, since hashing thousands of guards is slower than comparing them.
         for captured in reversed(self._graphs):
             if captured.key == key and captured.reads.are_unchanged:
-                if captured is not self._graphs[-1]:
-                    self._graphs.remove(captured)
-                    self._graphs.append(captured)
+                self._graphs.remove(captured)
+                self._graphs.append(captured)
                 return captured
         return None
 
@@ -436,7 +429,7 @@ class GraphedStep(Generic[_P, _R]):
         captured.reads = reads = Reads(
             self._function,
             self._modules,
-            objects_in((args, kwargs)),
+            buffers.objects,
             self.pool.stream,
             chain(self._state(), buffers.buffers),
             self._generators,
@@ -490,7 +483,7 @@ class GraphedStep(Generic[_P, _R]):
     def _refuse_capture(self, error: Exception) -> None:
         """Refuses further captures with this input key. Names the program's line that raised."""
         cause, line = cause_of(error), line_that_raised(error, self._modules)
-        issues = environment_issues(self.pool.device, self._objects)
+        issues = environment_issues(self.pool.device)
         self._refuse(
             f"could not be captured: {cause.what}",
             where="; ".join(filter(None, (cause.where, line))),

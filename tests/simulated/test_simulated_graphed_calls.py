@@ -120,18 +120,6 @@ def test_outputs_are_overwritten_unless_they_are_cloned(clone: bool) -> None:
     step.close()
 
 
-@same_bits_as_eager(1)
-def test_shapes_can_be_bucketed(graphed: Graphed) -> Values:
-    def padded(x: Tensor) -> tuple[tuple[Tensor], dict[str, Any]]:
-        rows = 4 if len(x) <= 4 else 8
-        return (torch.cat([x, x.new_zeros(rows - len(x))]),), {}
-
-    step = graphed(warmup=1, bucket=padded)(torch.sum)
-    for rows in (3, 4, 2, 7, 8, 5):
-        yield step(torch.ones(rows, device=NAME))
-    require_replays(step, 2, 4)
-
-
 # -- what cannot be captured
 
 
@@ -324,14 +312,6 @@ def test_gradients_that_are_kept_so_that_no_graph_is_replayed_are_warned_of() ->
         train()
     assert "gradients of an earlier call" in step.status()
     step.close()
-
-
-@on_virtual_ranks(1)
-def test_a_generator_is_refused_where_graphs_have_none_of_their_own() -> None:
-    step = shardgrad.graphed_step(torch.Generator(), warmup=1)(lambda x: x * 2)
-    step(torch.ones(2, device=NAME))
-    with pytest.raises(CaptureError, match="support only the device's default generator"):
-        step(torch.ones(2, device=NAME))
 
 
 class Watched(shardgrad.graphs.Capturable):
