@@ -126,7 +126,7 @@ python:
 GROUPS := $(addprefix --group ,bench test lint docs clients)
 .venv/installed: .venv/program
 	@echo "shardgrad: installing what tests, checks and pages need"
-	$(PIP) --no-build-isolation --editable '.[cli,plots]' $(GROUPS) '$(TORCH)'
+	$(PIP) $(GROUPS) '$(TORCH)'
 	touch .venv/installed
 
 # The ops that .venv has compiled serve every version.

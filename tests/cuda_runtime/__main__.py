@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from tests.cuda_runtime import build
+from tests.ops import host_kernels
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-ON_HOST = REPOSITORY / "tests/ops/on_host"  # has our kernels compiled for the host
 TORCH = "2.11.0"
 NOT_HERE = 3
 # What torch imports, and what tests do.
@@ -76,7 +76,8 @@ def main() -> None:
     )
     (site_packages / "hostcuda.pth").write_text(f"{build.HERE}\nimport startup\n")
     sources = [path for path in (REPOSITORY / "csrc").rglob("*") if path.is_file()]
-    ops = _contents([*sources, REPOSITORY / "setup.py", *ON_HOST.glob("*.*")])
+    sources += [*host_kernels.HERE.glob("*.*"), Path(host_kernels.__file__)]
+    ops = _contents([*sources, REPOSITORY / "setup.py"])
     _unless_done(folder / "hostcuda/ops", ops, lambda: _provide_ops(folder, python, ops))
 
 
@@ -131,8 +132,6 @@ def _build_ops(folder: Path, python: Path) -> None:
     """Compiles csrc/ with nvcc, and its kernels for the host. Without an nvcc the ops are the
     references.
     """
-    from tests.ops.on_host.build import compile_library, copy_sources
-
     if shutil.which("nvcc") is None:
         print("cuda_runtime: there is no nvcc, so the ops on CUDA are the Python references")
         return
@@ -145,11 +144,11 @@ def _build_ops(folder: Path, python: Path) -> None:
     ]
     environment = {**os.environ, "TORCH_CUDA_ARCH_LIST": "9.0", "SHARDGRAD_CUDA_RUNTIME": "shared"}
     subprocess.run(command, check=True, cwd=REPOSITORY, env=environment)
-    sources = copy_sources(folder / "hostcuda/kernels/csrc")
+    sources = host_kernels.copy_sources(folder / "hostcuda/kernels/csrc")
     checked = ["-fsanitize=undefined", "-fno-sanitize-recover=undefined"]
-    compile_library(
+    host_kernels.compile_library(
         folder / "hostcuda/kernels/kernels.so",
-        [*sources, ON_HOST / "control.cpp"],
+        [*sources, host_kernels.HERE / "control.cpp"],
         checked,
         checked,
     )

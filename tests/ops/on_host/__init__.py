@@ -28,7 +28,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ops.on_host.build import CSRC, FLAGS, HERE, compile_library, copy_sources
+from tests.ops.host_kernels import CSRC, FLAGS, HERE, compile_library, copy_sources
 
 
 def kernels() -> Path:
@@ -39,9 +39,8 @@ def kernels() -> Path:
     if sanitizers := os.environ.get("ON_HOST_SANITIZE"):
         options += ["-g", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=undefined"]
     state = hashlib.sha256(f"{torch.__version__}{FLAGS}{options}".encode())
-    for path in sorted(
-        (*CSRC.rglob("*.*"), *HERE.glob("*.cpp"), *HERE.glob("*.h"), HERE / "build.py")
-    ):
+    built_by = HERE.parent / "host_kernels.py"
+    for path in sorted((*CSRC.rglob("*.*"), *HERE.glob("*.cpp"), *HERE.glob("*.h"), built_by)):
         state.update(path.read_bytes())
     folder = Path(tempfile.gettempdir(), f"shardgrad-kernels-{state.hexdigest()[:16]}")
     library = folder / "kernels.so"

@@ -19,7 +19,7 @@ from types import ModuleType
 import torch
 from torch.utils.cpp_extension import include_paths, library_paths
 
-from tests.ops.on_host.build import compile_library
+from tests.ops.host_kernels import compile_library
 
 MODULE = "simulated_accelerator"
 _SOURCES = Path(__file__).with_name("csrc")

@@ -1,5 +1,5 @@
 """Compiles the sources of csrc/cuda for the host: they are C++, but for their launches and shared
-memory.
+memory. Needs no torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent / "on_host"
 CSRC = HERE.parents[2] / "csrc"
 FLAGS = ["-std=c++17", "-O1", "-fPIC", "-ffp-contract=off", "-pthread"]
 _LAUNCH = re.compile(
