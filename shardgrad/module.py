@@ -635,7 +635,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     units = _units_of(modules)
     if not units:
         return
-    contexts = [context for unit in units if (context := unit.context) is not None]
+    contexts = [unit.context for unit in units if unit.context is not None]
     lead = contexts[0].comm_ctx if contexts else CommContext(units[0].mesh.device)
     for unit in units:
         unit.partner = lead

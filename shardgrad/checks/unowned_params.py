@@ -45,17 +45,14 @@ class UnownedParameterWarning(UserWarning):
 
 
 def note_ignored(modules: Iterable[nn.Module], ignored: Collection[nn.Parameter]) -> None:
-    """Records on modules the names of their parameters that are in `ignored_params`. It records
-    names since `load_state_dict(assign=True)` and `module.to()` replace the objects. Parameters of
-    modules around the sharded one are marked themselves.
+    """Marks the parameters in `ignored_params`, and records their names on modules, since
+    `load_state_dict(assign=True)` and `module.to()` replace the objects.
     """
-    elsewhere = set(ignored)
     for module in modules if ignored else ():
         names = {name for name, param in module._parameters.items() if param in ignored}
         if names:
             module.__dict__[IGNORED] = names | module.__dict__.get(IGNORED, set())
-            elsewhere -= {param for param in module._parameters.values() if param is not None}
-    for param in elsewhere:
+    for param in ignored:
         param.__dict__[IGNORED] = True
 
 
@@ -104,14 +101,17 @@ class UnownedParams:
             for unit in units_under(root)
             for _, _, param in tied_under(unit.modules)
         }
-        apart = {name: _unowned(module, shared) for name, module in modules}
-        found = {name: [slot for slot in slots if _trains(slot)] for name, slots in apart.items()}
-        if any(found.values()):
-            pairs = [(name, attribute) for name, slots in found.items() for _, attribute in slots]
-            error = self._error(pairs, dict(modules)[pairs[0][0]])
+        apart = [
+            (f"{name}.{attribute}" if name else attribute, module, (register, attribute))
+            for name, module in modules
+            for register, attribute in _unowned(module, shared)
+        ]
+        found = {name: module for name, module, slot in apart if _trains(slot)}
+        if found:
+            error = self._error(found)
             recorder.report(error)  # other ranks may not raise, and would wait for this one
             raise error
-        self._frozen = list(chain.from_iterable(apart.values()))
+        self._frozen = [slot for *_, slot in apart]
         self._children = [module._modules for _, module in modules]
         self._registers = [module._parameters for _, module in modules]
         self._known = self._seen()
@@ -132,22 +132,24 @@ class UnownedParams:
                 self._callers.append(weakref.ref(module))
         return [caller for reference in self._callers if (caller := reference()) is not None]
 
-    def _error(self, found: list[tuple[str, str]], owner: nn.Module) -> UnownedParameterError:
-        names = [f"{module}.{attribute}" if module else attribute for module, attribute in found]
+    def _error(self, found: dict[str, nn.Module]) -> UnownedParameterError:
+        """Returns the error for parameters by name, each with the module that has it."""
+        name, owner = next(iter(found.items()))
         is_around = owner not in dict(modules_under(self._unit.modules, with_units=True)).values()
         got = "that were attached after fully_shard"
         if is_around:
             got = "in modules around this unit that are not sharded"
             fix = "shardgrad.fully_shard(model) for the outermost module too, after the inner ones"
         elif all(map(_is_apart, owner.parameters())):
-            fix = f"shardgrad.fully_shard(model.get_submodule({found[0][0]!r})), and each other "
+            submodule = name.rpartition(".")[0]
+            fix = f"shardgrad.fully_shard(model.get_submodule({submodule!r})), and each other "
             fix += "new module"
         else:
             fix = "attach it before fully_shard is called"
         return UnownedParameterError(
-            f"no unit owns {listed(names, 5)}: each rank would train its own copy",
+            f"no unit owns {listed([*found], 5)}: each rank would train its own copy",
             expected="trainable parameters in a unit, in ignored_params, or DTensors",
-            got=f"{len(names)} {got}",
+            got=f"{len(found)} {got}",
             where=f"rank {dist.get_rank()}, forward of unit {self._unit.name or 'root'!r}",
             fix=f"{fix}; or pass it in ignored_params to train it separately",
         )

@@ -32,8 +32,7 @@ __all__ = [
 # Set on an original parameter once a unit has taken it, for modules that still register it.
 CLAIM = "_shardgrad_claim"
 
-# Set on a module to the names of its parameters that `ignored_params` contained, or on such a
-# parameter of an outer module.
+# Set on the parameters that `ignored_params` contained, and on modules to the names of theirs.
 IGNORED = "_shardgrad_ignored"
 
 # Of parameters in every state. Keyed by the parameter's id instead of stored on the parameter,

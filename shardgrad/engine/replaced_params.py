@@ -52,7 +52,8 @@ def adopt(group: ParamGroup) -> None:
     if group.registration.holds():
         return
     _refuse_replaced_data(group)
-    shown = [_shown(p, group) for p in group.params]
+    views = group.local_views()
+    shown = [_shown(p, view.shape, group) for p, view in zip(group.params, views, strict=True)]
     if group.is_flat and any(map(is_extension, shown)):
         if group.is_in_use:
             names = [
@@ -124,7 +125,7 @@ def _refuse_replaced_data(group: ParamGroup) -> None:
         )
 
 
-def _shown(p: FSDPParam, group: ParamGroup) -> nn.Parameter:
+def _shown(p: FSDPParam, local_shape: torch.Size, group: ParamGroup) -> nn.Parameter:
     """Returns the parameter that modules now register; refuses one that is sharded differently."""
     registered = [module._parameters.get(attribute) for module, attribute in p.owners]
     # If a tied parameter was loaded twice, either of the new objects will do.
@@ -146,10 +147,12 @@ def _shown(p: FSDPParam, group: ParamGroup) -> nn.Parameter:
         isinstance(param, DTensor)
         and tuple(param.shape) == p.shape
         and param.placements == placements
+        and local_of(param).shape == local_shape
     ):
         raise ForeignParameterError(
             f"parameter {p.name} was replaced by a tensor that its unit cannot adopt",
-            expected=f"nn.Parameter(DTensor) of shape {p.shape} with placements {placements}",
+            expected=f"nn.Parameter(DTensor) of shape {p.shape} with placements {placements}, "
+            f"{tuple(local_shape)} of it on this rank",
             got=f"{type(shown).__name__} of shape {None if shown is None else tuple(shown.shape)}",
             where=group.where,
             fix="torch.distributed.tensor.distribute_tensor(full, p.device_mesh, p.placements); "
@@ -204,13 +207,3 @@ def _validate(shown: list[nn.Parameter], group: ParamGroup) -> None:
             got=", ".join(map(str, sorted(dtypes, key=str))),
             fix="cast the whole unit at once, for example model.to(torch.bfloat16)",
         )
-    for p, param, view in zip(group.params, shown, group.local_views(), strict=True):
-        local = local_of(param)
-        if local.shape != view.shape:
-            raise ForeignParameterError(
-                f"the local shard of {p.name} has the wrong shape",
-                expected=str(tuple(view.shape)),
-                got=str(tuple(local.shape)),
-                where=group.where,
-                fix="distribute the full tensor with distribute_tensor",
-            )

@@ -101,24 +101,21 @@ def require_own_shards(tensors: Iterable[tuple[str, Any]]) -> None:
     Raises:
         ForeignParameterError: a shard of another rank was found.
     """
+    own = dist.get_rank()
     for name, tensor in tensors:
-        if not isinstance(tensor, DTensor) or not any(
-            each.is_shard() for each in tensor.placements
-        ):
+        if not isinstance(tensor, DTensor) or not any(p.is_shard() for p in tensor.placements):
             continue
-        mesh, own = tensor.device_mesh, dist.get_rank()
-        writer = mesh.get_coordinate()
-        if writer is None or int(mesh.mesh[tuple(writer)]) == own:
-            continue
-        saved_by = int(mesh.mesh[tuple(writer)])
-        raise ForeignParameterError(
-            f"rank {own} loaded the shard of {name} that rank {saved_by} saved",
-            expected="each rank's own shard",
-            got=f"a file that torch.save wrote on rank {saved_by}",
-            where=f"rank {own}, {name}",
-            fix="torch.save on every rank, to its own file; or torch.distributed.checkpoint or "
-            "shardgrad.checkpoint, which write one checkpoint for all ranks",
-        )
+        coordinate = tensor.device_mesh.get_coordinate()
+        saved_by = own if coordinate is None else int(tensor.device_mesh.mesh[tuple(coordinate)])
+        if saved_by != own:
+            raise ForeignParameterError(
+                f"rank {own} loaded the shard of {name} that rank {saved_by} saved",
+                expected="each rank's own shard",
+                got=f"a file that torch.save wrote on rank {saved_by}",
+                where=f"rank {own}, {name}",
+                fix="torch.save on every rank, to its own file; or torch.distributed.checkpoint or "
+                "shardgrad.checkpoint, which write one checkpoint for all ranks",
+            )
 
 
 def require_shards(tensors: Iterable[tuple[str, Any]]) -> None:
