@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardgrad.errors import MeshError, PlacementError, UnsupportedParameterError
+from shardgrad.errors import MeshError, OptionError, PlacementError, UnsupportedParameterError
 from shardgrad.sharding.dtensor import dtensor_over, dtensor_with
 from shardgrad.sharding.mesh import DataParallelMesh, SpmdAxes
 
@@ -351,10 +351,18 @@ def places_of(
             `Shard(0)`.
 
     Raises:
+        OptionError: it is not a function.
         PlacementError: it returned something else; or see `sharding_of`.
         UnsupportedParameterError: see `sharding_of`.
         MeshError: see `DataParallelMesh.of_info`.
     """
+    if shard_placement_fn is not None and not callable(shard_placement_fn):
+        raise OptionError(
+            "shard_placement_fn must be callable",
+            expected="a function of a parameter",
+            got=type(shard_placement_fn).__name__,
+            fix="shard_placement_fn=lambda param: Shard(0)",
+        )
     places = {}
     for param, name in params.items():
         answer: Any = None if shard_placement_fn is None else shard_placement_fn(param)

@@ -312,6 +312,15 @@ def complex_numbers() -> None:
 
 
 @mistake(
+    typed="`shard_placement_fn=Shard(1)`",
+    says="OptionError: shard_placement_fn must be callable",
+    cure="shard_placement_fn=lambda param: Shard(0)",
+)
+def a_placement_for_a_function() -> None:
+    fully_shard(net(), shard_placement_fn=Shard(1))
+
+
+@mistake(
     typed="`shard_placement_fn=lambda p: Replicate()`",
     says="PlacementError: Invalid shard_placement_fn result: Replicate()",
     cure="shard_placement_fn=lambda param: Shard(1) if param.ndim > 1 else None",
