@@ -32,7 +32,7 @@ from shardgrad.engine.collect import (
 )
 from shardgrad.engine.comm_context import SecondStep
 from shardgrad.engine.lazy_init import lazy_init
-from shardgrad.engine.param import CLAIM, FSDPParam, is_extension, mark_sharded
+from shardgrad.engine.param import CLAIM, FSDPParam, is_extension, is_replaced, mark_sharded
 from shardgrad.engine.param_group import AllGather, GroupSpec, ParamGroup
 from shardgrad.engine.tracing import NOTHING
 from shardgrad.engine.unit import UNIT, Unit, unit_of
@@ -358,13 +358,10 @@ def _commit(
 
 def _take_inherited(params: Iterable[nn.Parameter]) -> None:
     """Removes from inner units the parameters that their common ancestor owns now."""
-    leaving: dict[Unit, list[Any]] = {}
-    for param in params:
-        claim: Claim | None = param.__dict__.get(CLAIM)
-        if claim is not None:
-            leaving.setdefault(claim.unit, []).append(claim.managed)
-    for inner, params in leaving.items():
-        smaller = [group.without(params) for group in inner.groups]
+    claims: list[Claim] = [p.__dict__[CLAIM] for p in params if is_replaced(p)]
+    taken = [claim.managed for claim in claims]
+    for inner in dict.fromkeys(claim.unit for claim in claims):
+        smaller = [group.without(taken) for group in inner.groups]
         inner.set_groups([group for group in smaller if group is not None])
 
 

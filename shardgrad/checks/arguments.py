@@ -17,7 +17,7 @@ from shardgrad.engine.param import is_extension
 from shardgrad.errors import OptionError, OptionTypeError, UnsupportedParameterError, unsupported
 from shardgrad.policies import GradientPolicy, ParamDtypes, SleepPolicy
 from shardgrad.sharding.param_sharding import Place
-from shardgrad.sharding.shardable import is_float8
+from shardgrad.sharding.shardable import travels_as_bytes
 from shardgrad.sharding.zero_stage import Stage
 
 __all__ = ["refuse_combinations", "refuse_two_levels", "refuse_wrong_types"]
@@ -125,7 +125,8 @@ def refuse_combinations(
             )
         dtype = dtypes[param].mp_policy.param_dtype
         is_cast = dtype not in (None, param.dtype)
-        if is_float8(param.dtype) and is_cast and not is_extension(param):
+        is_float8 = travels_as_bytes(param.dtype) and param.dtype.is_floating_point
+        if is_float8 and is_cast and not is_extension(param):
             raise UnsupportedParameterError(
                 f"parameter {name} is {param.dtype}, which is gathered as bytes and never cast",
                 expected="mp_policy.param_dtype=None for units with float8 parameters",

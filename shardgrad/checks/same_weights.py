@@ -36,7 +36,7 @@ def noting_weights(params: Sequence[FSDPParam]) -> Iterator[None]:
 
     Streams: the current one; the host does not wait.
     """
-    wholes = [_sum(getattr(p.sharded, "_local_tensor", p.sharded)) for p in params]
+    wholes = [_sum(local_of(p.sharded)) for p in params]
     yield
     for p, whole in zip(params, wholes, strict=True):
         piece = _sum(local_of(p.sharded))

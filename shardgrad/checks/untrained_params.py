@@ -25,6 +25,7 @@ from shardgrad.engine.param import (
     fsdp_param_of,
     is_replaced,
     is_unsharded_param,
+    local_of,
     managed_by,
 )
 from shardgrad.engine.param_group import group_of
@@ -149,8 +150,7 @@ def check_first_step(optimizer: Optimizer) -> Callable[[], bool]:
 
 def _sample_of(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a sample of the values of a tensor on this rank."""
-    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local.detach().reshape(-1)[:_SAMPLE_NUMEL]
+    return local_of(tensor).detach().reshape(-1)[:_SAMPLE_NUMEL]
 
 
 def _changes_nothing(optimizer: Optimizer) -> bool:

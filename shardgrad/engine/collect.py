@@ -123,14 +123,11 @@ def collect(
         UnsupportedParameterError, ParameterClaimedError: see `errors.py`.
     """
     found: dict[nn.Parameter, tuple[str, list[Owner]]] = {}
-    for prefix, module in modules_under(modules, with_units=False):
-        for attribute, param in module._parameters.items():
-            if param is None or param in ignored or _is_tied(module, attribute):
-                continue
-            name = f"{prefix}.{attribute}" if prefix else attribute
+    for name, place, param in _params_under(modules, with_units=False):
+        if param not in ignored and not _is_tied(*place):
             _refuse_claimed(name, param)
             require_shardable(name, param)
-            found.setdefault(param, (name, []))[1].append((module, attribute))
+            found.setdefault(param, (name, []))[1].append(place)
     # A tied parameter belongs to the innermost unit that contains all its users, and is unsharded
     # while any of them runs. If this unit is not it, an ancestor takes the parameter, or the root's
     # first forward reports that there is none.
@@ -173,9 +170,18 @@ def tied_under(roots: Iterable[nn.Module]) -> Iterator[tuple[str, Owner, nn.Para
 
     Each with its name, in an order that all ranks share.
     """
-    for prefix, module in modules_under(roots, with_units=True):
+    for name, place, param in _params_under(roots, with_units=True):
+        if _is_tied(*place):
+            yield name, place, param
+
+
+def _params_under(
+    roots: Iterable[nn.Module], *, with_units: bool
+) -> Iterator[tuple[str, Owner, nn.Parameter]]:
+    """Yields the places of parameters under modules, each with its name; see `modules_under`."""
+    for prefix, module in modules_under(roots, with_units=with_units):
         for attribute, param in module._parameters.items():
-            if param is not None and _is_tied(module, attribute):
+            if param is not None:
                 yield f"{prefix}.{attribute}" if prefix else attribute, (module, attribute), param
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardgrad.sharding.dtensor import in_own_storage
+from shardgrad.sharding.dtensor import in_own_storage, local_of
 from shardgrad.sharding.param_sharding import ParamSharding
 
 __all__ = [
@@ -136,11 +136,5 @@ def is_unsharded_param(param: torch.Tensor) -> bool:
 
 def is_extension(param: torch.Tensor) -> bool:
     """Returns whether a tensor has all-gather extensions; see `features/tensor_extensions.py`."""
-    local = local_of(param) if isinstance(param, DTensor) else param
+    local = local_of(param)
     return hasattr(local, "fsdp_pre_all_gather") or hasattr(local, "fsdp_post_all_gather")
-
-
-def local_of(param: torch.Tensor) -> torch.Tensor:
-    """Returns a DTensor's local tensor itself, not a view of it."""
-    local: torch.Tensor = param._local_tensor  # type: ignore[attr-defined]
-    return local

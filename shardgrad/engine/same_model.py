@@ -75,8 +75,9 @@ def require_same_model(units: Sequence[Unit]) -> None:
 
             lines = list(_described(units, None if mesh == root else mesh))
             first_number = require_same_lines(lines, first_number, group)
-    groups = [(unit.name, group) for unit in units for group in unit.groups]
     # Message tags contain these numbers, so that a rank which is out of sync is noticed.
-    for offset, (name, param_group) in enumerate(groups):
-        param_group.set_tags(name, first_number + offset)
-    numbers.reserved = first_number + len(groups)
+    numbers.reserved = first_number
+    for unit in units:
+        for param_group in unit.groups:
+            param_group.set_tags(unit.name, numbers.reserved)
+            numbers.reserved += 1

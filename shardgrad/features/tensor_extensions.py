@@ -28,7 +28,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from shardgrad.engine.buffers import RecurringMemory
@@ -62,7 +61,7 @@ def require_extension(
             protocol does not define the shard to gather from; or shards are offloaded, but the
             subclass computes its data on the device.
     """
-    local = local_of(param) if isinstance(param, DTensor) else param
+    local = local_of(param)
     if not (hasattr(local, "fsdp_pre_all_gather") and hasattr(local, "fsdp_post_all_gather")):
         raise ExtensionError(
             "Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined if using "
@@ -322,7 +321,7 @@ class ExtensionGroup(ParamGroup):
         """Creates or refills the unsharded parameter; returns the tensors allocated for it."""
         local: Any = local_of(p.sharded)
         if p.unsharded is not None:
-            out = local_of(p.unsharded) if isinstance(p.unsharded, DTensor) else p.unsharded
+            out = local_of(p.unsharded)
             local.fsdp_post_all_gather(outputs, metadata, self.gather_dtype, out=out)
             return ()
         tensor, allocated = local.fsdp_post_all_gather(outputs, metadata, self.gather_dtype)

@@ -18,6 +18,7 @@ __all__ = [
     "dtensor_over",
     "dtensor_with",
     "in_own_storage",
+    "local_of",
     "require_own_shards",
     "require_shards",
     "storages_of",
@@ -39,6 +40,12 @@ def in_own_storage(view: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=view.dtype, device=view.device).set_(
         storage, 0, view.shape, view.stride()
     )
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a DTensor's local tensor itself, not a view of it; another tensor as it is."""
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
 
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:

@@ -144,15 +144,13 @@ class DataParallelMesh:
             )
         spmd = SpmdAxes(mesh, tuple(map(names.index, shard)), tuple(map(names.index, replicate)))
         if not shard:
-            return cls._of_replicas(_one_axis(mesh, replicate), spmd)
+            replicas = _one_axis(mesh, replicate)
+            alone = _group_of_one(dist.group.WORLD)
+            device = _device_of(mesh)
+            return cls(replicas, alone, 0, 1, replicas.get_group(0), device, spmd)
         parts = [_one_axis(mesh, axes) for axes in (replicate, shard) if axes]
         joined = parts[0] if len(parts) == 1 else DeviceMesh._concatenate(parts)
         return replace(cls.of(joined), spmd=spmd)
-
-    @classmethod
-    def _of_replicas(cls, mesh: DeviceMesh, spmd: SpmdAxes) -> DataParallelMesh:
-        alone = _group_of_one(dist.group.WORLD)
-        return cls(mesh, alone, 0, 1, mesh.get_group(0), device=_device_of(mesh), spmd=spmd)
 
     @classmethod
     def of_info(cls, info: Any) -> DataParallelMesh:

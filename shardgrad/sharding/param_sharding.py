@@ -34,7 +34,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardgrad.errors import MeshError, OptionError, PlacementError, UnsupportedParameterError
-from shardgrad.sharding.dtensor import dtensor_over, dtensor_with
+from shardgrad.sharding.dtensor import dtensor_over, dtensor_with, local_of
 from shardgrad.sharding.mesh import DataParallelMesh, SpmdAxes
 
 __all__ = [
@@ -178,7 +178,7 @@ def sharding_of(param: torch.Tensor, name: str, mesh: DataParallelMesh, dim: int
 
 
 def _sharding_of(param: torch.Tensor, name: str, mesh: DataParallelMesh, dim: int) -> ParamSharding:
-    local: torch.Tensor = param._local_tensor if isinstance(param, DTensor) else param
+    local = local_of(param)
     _require_dim(local, name, mesh, dim)
     unsharded: _Unsharded | None = None
     if mesh.spmd is not None:

@@ -14,11 +14,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardgrad.errors import DeviceError, UnsupportedParameterError
+from shardgrad.sharding.dtensor import local_of
 from shardgrad.sharding.mesh import DataParallelMesh
 
 __all__ = [
     "from_bytes",
-    "is_float8",
     "require_one_device",
     "require_shardable",
     "stored_shape",
@@ -34,11 +34,6 @@ _AS_BYTES = frozenset(getattr(torch, name) for name in (*_INTEGERS, *_FLOAT8))
 def travels_as_bytes(dtype: torch.dtype) -> bool:
     """Returns whether parameters of this dtype are sent as bytes and never get gradients."""
     return dtype in _AS_BYTES
-
-
-def is_float8(dtype: torch.dtype) -> bool:
-    """Returns whether a dtype is sent as bytes and is a floating-point dtype."""
-    return travels_as_bytes(dtype) and dtype.is_floating_point
 
 
 def stored_shape(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
@@ -67,7 +62,7 @@ def require_shardable(name: str, param: nn.Parameter) -> None:
             where=where,
             fix=f"self.{name.rpartition('.')[2]} = nn.Parameter(torch.tensor([value]))",
         )
-    local: torch.Tensor = param._local_tensor if isinstance(param, DTensor) else param
+    local = local_of(param)
     if local.layout is not torch.strided or not local.is_contiguous():
         raise UnsupportedParameterError(
             f"FSDP does not support non-contiguous parameters yet: {name}",
