@@ -19,7 +19,7 @@ from shardgrad.checks.arguments import (
     refuse_wrong_types,
 )
 from shardgrad.checks.lost_work import refuse_hooks
-from shardgrad.checks.optimizer_hooks import hooks
+from shardgrad.checks.optimizer_hooks import watch_optimizers_of
 from shardgrad.checks.unowned_params import UnownedParams, note_ignored
 from shardgrad.compat.torch_views import show_to_torch, state_of
 from shardgrad.engine.calls import forward_around
@@ -332,7 +332,7 @@ def _commit(
     managed = [module for _, module in modules_under(unit.modules, with_units=False)]
     note_ignored(managed, ignored)
     for module in unit.modules:
-        hooks.add(module)
+        watch_optimizers_of(module)
         # Bypasses `__setattr__`, which a module may override.
         module.__dict__[UNIT] = unit
     if dist.get_world_size() > 1:

@@ -25,6 +25,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -43,7 +44,7 @@ from shardgrad.engine.param_group import ParamGroup, group_of
 from shardgrad.engine.streams import is_capturing
 from shardgrad.engine.tracing import outside_graphs
 
-__all__ = ["hooks"]
+__all__ = ["watch_optimizers_of"]
 
 
 @dataclass
@@ -51,8 +52,7 @@ class _Watched:
     """Cached information about one optimizer.
 
     Attributes:
-        version: numbers that change when the optimizer gets parameters or a model is sharded; the
-            rest was true then.
+        count: how many parameters it had when the rest was true; 0 if that is to be looked up.
         groups: the param groups of its parameters.
         state_id: the id of the state that is known to be this rank's own.
         concerns_unit: it has parameters that belong to a unit, or did.
@@ -61,7 +61,7 @@ class _Watched:
         has_warned: True once it warned of parameters that no unit owns.
     """
 
-    version: tuple[int, int] = (0, 0)
+    count: int = 0
     groups: list[weakref.ref[ParamGroup]] = field(default_factory=list)
     state_id: int = 0
     concerns_unit: bool = False
@@ -70,70 +70,70 @@ class _Watched:
     has_warned: bool = False
 
 
-class OptimizerHooks:
-    """One hook before and one after the steps of all optimizers."""
+_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_watched: weakref.WeakKeyDictionary[Optimizer, _Watched] = weakref.WeakKeyDictionary()
 
-    def __init__(self) -> None:
-        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._sharded = 0  # models so far
-        self._watched: weakref.WeakKeyDictionary[Optimizer, _Watched] = weakref.WeakKeyDictionary()
 
-    def add(self, model: nn.Module) -> None:
-        """Makes the hooks apply to optimizers of `model`'s parameters."""
-        if not self._sharded:
-            register_optimizer_step_pre_hook(self._before)
-            register_optimizer_step_post_hook(self._after)
-        self._models.add(model)
-        self._sharded += 1
+def watch_optimizers_of(model: nn.Module) -> None:
+    """Makes the hooks apply to optimizers of `model`'s parameters."""
+    _register()
+    _models.add(model)
+    for watched in _watched.values():
+        watched.count = 0
 
-    @outside_graphs
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        watched = self._look_up(optimizer)
-        groups = [group for each in watched.groups if (group := each()) is not None]
-        is_captured = bool(groups) and is_capturing(groups[0].mesh.device)
-        if groups:
-            if is_captured:
-                from shardgrad.checks.capturable_optimizers import refuse_uncapturable_step
 
-                refuse_uncapturable_step(optimizer)
-            for group in groups:
-                group.cancel_unshard()
-                group.take_writes()
-                shard = grads_of(group).shard
-                if shard is not None:
-                    refuse_replaced_data(shard)
-                    shard.look(is_captured=is_captured)
-            refuse_unreduced(optimizer, groups)
-            if watched.state_id != id(optimizer.state):  # loaded
-                watched.state_id = id(optimizer.state)
-                require_own_state(optimizer)
-        is_first = watched.concerns_unit and not (watched.is_checked or is_captured)
-        watched.compare = check_first_step(optimizer) if is_first else None
+@cache  # once per process
+def _register() -> None:
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(_after)
 
-    @outside_graphs
-    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        watched = self._look_up(optimizer)
-        for reference in watched.groups:
-            group = reference()
-            if group is not None:
-                group.steps_taken += 1
-        if watched.compare is not None:
-            watched.is_checked = watched.compare()
-            watched.compare = None
 
-    def _look_up(self, optimizer: Optimizer) -> _Watched:
-        watched = self._watched.setdefault(optimizer, _Watched())
-        version = sum(len(group["params"]) for group in optimizer.param_groups), self._sharded
-        if watched.version == version:
-            return watched
-        params = list(params_of(optimizer))
-        managed = filter(None, map(managed_by, params))
-        groups = dict.fromkeys(map(group_of, managed))
-        if not watched.has_warned and any(group.mesh.data_parallel_size > 1 for group in groups):
-            watched.has_warned = warn_of_unowned(optimizer, self._models)
-        watched.version, watched.groups = version, list(map(weakref.ref, groups))
-        watched.concerns_unit, watched.state_id = any(map(concerns_unit, params)), 0
+@outside_graphs
+def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    watched = _look_up(optimizer)
+    groups = [group for each in watched.groups if (group := each()) is not None]
+    is_captured = bool(groups) and is_capturing(groups[0].mesh.device)
+    if groups:
+        if is_captured:
+            from shardgrad.checks.capturable_optimizers import refuse_uncapturable_step
+
+            refuse_uncapturable_step(optimizer)
+        for group in groups:
+            group.cancel_unshard()
+            group.take_writes()
+            shard = grads_of(group).shard
+            if shard is not None:
+                refuse_replaced_data(shard)
+                shard.look(is_captured=is_captured)
+        refuse_unreduced(optimizer, groups)
+        if watched.state_id != id(optimizer.state):  # loaded
+            watched.state_id = id(optimizer.state)
+            require_own_state(optimizer)
+    is_first = watched.concerns_unit and not (watched.is_checked or is_captured)
+    watched.compare = check_first_step(optimizer) if is_first else None
+
+
+@outside_graphs
+def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    watched = _look_up(optimizer)
+    for reference in watched.groups:
+        group = reference()
+        if group is not None:
+            group.steps_taken += 1
+    if watched.compare is not None:
+        watched.is_checked = watched.compare()
+        watched.compare = None
+
+
+def _look_up(optimizer: Optimizer) -> _Watched:
+    watched = _watched.setdefault(optimizer, _Watched())
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    if watched.count == count:
         return watched
-
-
-hooks = OptimizerHooks()
+    params = list(params_of(optimizer))
+    groups = dict.fromkeys(map(group_of, filter(None, map(managed_by, params))))
+    if not watched.has_warned and any(group.mesh.data_parallel_size > 1 for group in groups):
+        watched.has_warned = warn_of_unowned(optimizer, _models)
+    watched.count, watched.groups = count, list(map(weakref.ref, groups))
+    watched.concerns_unit, watched.state_id = any(map(concerns_unit, params)), 0
+    return watched
