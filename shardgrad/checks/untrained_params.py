@@ -114,7 +114,7 @@ def check_first_step(optimizer: Optimizer) -> Callable[[], bool]:
             stands = torch.stack([(now == before).all() for _, now, before, _ in samples])
             verdicts = (stands & (sizes > _ROUNDING * sizes.amax())).tolist()
             unchanged = [name for (name, *_), bad in zip(samples, verdicts, strict=True) if bad]
-        if _changes_nothing(optimizer):
+        if not training or _is_skipped(optimizer):  # a warm-up may begin with a rate of 0
             return False
         if unchanged:
             _warn(
@@ -153,12 +153,8 @@ def _sample_of(tensor: torch.Tensor) -> torch.Tensor:
     return local_of(tensor).detach().reshape(-1)[:_SAMPLE_NUMEL]
 
 
-def _changes_nothing(optimizer: Optimizer) -> bool:
-    """True if the learning rate is 0, as at the start of a warm-up, or the gradients are not
-    finite.
-    """
-    if all(float(group.get("lr", 1.0)) == 0 for group in optimizer.param_groups):
-        return True
+def _is_skipped(optimizer: Optimizer) -> bool:
+    """Returns whether loss scaling or clipping has found gradients that are not finite."""
     verdicts = [getattr(optimizer, "found_inf", None)]
     for param in params_of(optimizer):
         managed = managed_by(param)

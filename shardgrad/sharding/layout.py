@@ -273,8 +273,7 @@ class ShardLayout:
 
     def local_views(self, chunk: torch.Tensor, rank: int) -> list[torch.Tensor]:
         """Splits a chunk (1-D, `chunk_numel`) into views: the local tensors of `rank`, in order."""
-        shapes = [piece.local_shape(rank) for piece in self.pieces]
         return [
-            chunk.narrow(0, piece.shard_offset, math.prod(shape)).view(shape)
-            for piece, shape in zip(self.pieces, shapes, strict=True)
+            chunk.narrow(0, p.shard_offset, p.local_numel(rank)).view(p.local_shape(rank))
+            for p in self.pieces
         ]
