@@ -84,7 +84,7 @@ class CapturedStep:
         """
         restore = host_snapshot(self._capturables, self._pool.device, self._generators)
         try:
-            with handle_eager_calls(self._split), self.redraws.active(notes=False), self._capture:
+            with handle_eager_calls(self._split), self.redraws.active(), self._capture:
                 self._begin()
                 yield
                 self._end()

@@ -12,6 +12,7 @@ recognized when both graphs are replayed again.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -113,10 +114,8 @@ class Comparison:
         self.restore()  # only host state yet, which the second capture has changed
         # Staging buffers may have released their memory since.
         self._others = [(n, t) for n, t in self._others if t.untyped_storage().nbytes()]
-        memory = self._memory()
-        self._copies = list(zip(memory, _copies(memory, self._device), strict=True))
-        of_first: dict[str, set[Hashable]] = {}
-        of_again: dict[str, set[Hashable]] = {}
+        self._copies = _copies(self._memory(), self._device)
+        of_first, of_again = (defaultdict[str, set[Hashable]](set) for _ in range(2))
         outputs: Any = None
         frozen: list[str] = []
         for number in range(_ROUNDS):
@@ -129,19 +128,18 @@ class Comparison:
             frozen = [
                 name
                 for name, bits in of_again.items()
-                if len(of_first.get(name, ())) == 1 and bits.isdisjoint(of_first[name])
+                if len(of_first[name]) == 1 and bits.isdisjoint(of_first[name])
             ]
             if not _on_any_rank(bool(frozen), groups, self._device):
                 break
         return outputs, frozen
 
-    def _note(self, outputs: Any, seen: dict[str, set[Hashable]]) -> None:
+    def _note(self, outputs: Any, seen: defaultdict[str, set[Hashable]]) -> None:
         """Adds the digests of a replay's outputs and memory to `seen`, by name."""
         of_outputs = [(f"output{keystr(p)}", leaf) for p, leaf in tree_leaves_with_path(outputs)]
         for name, tensor in chain(of_outputs, self._state()):
             if name:
-                bits = tuple(map(_digest, plain_tensors([tensor])))
-                seen.setdefault(name, set()).add(bits)
+                seen[name].add(tuple(map(_digest, plain_tensors([tensor]))))
 
 
 def _on_any_rank(found: bool, groups: Iterable[dist.ProcessGroup], device: torch.device) -> bool:
@@ -158,10 +156,12 @@ def _on_any_rank(found: bool, groups: Iterable[dist.ProcessGroup], device: torch
     return bool(flag)
 
 
-def _copies(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Returns copies of the tensors: on the device if they need at most half of its free memory,
-    else on the host. With copies on the host, a comparison of 1.2 billion parameters took 42 s on
-    an H200.
+def _copies(
+    tensors: Sequence[torch.Tensor], device: torch.device
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Returns the tensors, each with a copy: on the device if the copies need at most half of its
+    free memory, else on the host. With copies on the host, a comparison of 1.2 billion parameters
+    took 42 s on an H200.
 
     The device memory does not come from torch's allocator, so that it does not raise the
     allocator's peak and is released as soon as the copies are dropped.
@@ -171,14 +171,14 @@ def _copies(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch
     if not can_map or 2 * sum(sizes) > torch.cuda.mem_get_info(device)[0]:
         device = torch.device("cpu")
     places = virtual_zeros(sum(sizes), torch.uint8, device).split(sizes)
-    copies = [
-        place[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+    pairs = [
+        (tensor, place[: tensor.nbytes].view(tensor.dtype).view(tensor.shape))
         for place, tensor in zip(places, tensors, strict=True)
     ]
     with torch.no_grad():
-        for copy, tensor in zip(copies, tensors, strict=True):
+        for tensor, copy in pairs:
             copy.copy_(tensor)
-    return copies
+    return pairs
 
 
 def _digest(tensor: torch.Tensor) -> Hashable:

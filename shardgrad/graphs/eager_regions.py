@@ -6,9 +6,11 @@ immediately.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, ParamSpec
 
 import torch
@@ -20,7 +22,7 @@ _P = ParamSpec("_P")
 Handler = Callable[[Callable[[], Any]], None]
 
 
-_handler: ContextVar[Handler | None] = ContextVar("_handler", default=None)  # one per thread
+_handler: ContextVar[Handler] = ContextVar("_handler", default=operator.call)  # one per thread
 
 
 def outside(call: Callable[_P, Any], *args: _P.args, **kwargs: _P.kwargs) -> None:
@@ -49,16 +51,12 @@ def outside(call: Callable[_P, Any], *args: _P.args, **kwargs: _P.kwargs) -> Non
         backward. Elsewhere the call runs immediately, inside the capture.
     """
     given, named = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
-    handler = _handler.get()
-    if handler is None:
-        call(*given, **named)
-    else:
-        handler(lambda: call(*given, **named))
+    _handler.get()(partial(call, *given, **named))
 
 
 def is_in_step() -> bool:
     """Returns whether this thread runs the function of a graphed step."""
-    return _handler.get() is not None
+    return _handler.get() is not operator.call
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import chain, repeat, starmap
-from operator import attrgetter, call, getitem, is_
+from operator import attrgetter, call, getitem, gt, is_
 from typing import Any
 
 import torch
@@ -399,17 +399,11 @@ def _is_held(param: nn.Parameter) -> Callable[[], bool]:
     storage = grad.untyped_storage()._cdata
 
     def references() -> tuple[int, int]:
-        return sys.getrefcount(grad), uses_of(storage)
+        unbound = 0 if param.grad is grad else references_when_bound()
+        return sys.getrefcount(grad) + unbound, uses_of(storage)
 
-    tensors, storages = references()
-
-    def is_held() -> bool:
-        of_tensor, of_storage = references()
-        if param.grad is not grad:
-            of_tensor += references_when_bound()
-        return of_tensor > tensors or of_storage > storages
-
-    return is_held
+    before = references()
+    return lambda: any(map(gt, references(), before))
 
 
 class OptimState(Capturable):

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from shardgrad.engine.streams import Stream, wait_for_stream
 from shardgrad.errors import StepInputError
 from shardgrad.graphs.memory import Memory, extent
-from shardgrad.graphs.outputs import plain_tensors
+from shardgrad.graphs.outputs import plain_tensors, used_on
 from shardgrad.graphs.reads import Reads
 
 __all__ = ["InputBuffers", "Inputs", "flatten_inputs", "for_eager_call"]
@@ -231,8 +231,7 @@ class InputBuffers:
             with self._transfers:
                 sources = [self._sent(tensor) for tensor in sources]
             wait_for_stream(stream, self._transfers)
-            for source in sources:
-                source.record_stream(stream)
+            used_on(sources, stream)
         torch._foreach_copy_(self.buffers, sources)
 
     def note_writes(self, reads: Reads) -> None:

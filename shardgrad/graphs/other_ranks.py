@@ -13,19 +13,20 @@ import torch.distributed as dist
 __all__ = ["announce", "announced"]
 
 _KEY = "shardgrad/cannot_capture"
+# There is no process group; or the store's host process has exited, so the run is ending.
+_WITHOUT_STORE = ValueError, RuntimeError
 
 
 def announce(what: str) -> None:
     """Publishes that this rank could not capture, and why."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        with suppress(RuntimeError):  # the store's host process has exited, so the run is ending
-            dist.distributed_c10d._get_default_store().set(_KEY, f"rank {dist.get_rank()}: {what}")
+    with suppress(*_WITHOUT_STORE):
+        store = dist.distributed_c10d._get_default_store()
+        store.set(_KEY, f"rank {dist.get_rank()}: {what}")
 
 
 def announced() -> str:
     """Returns the latest announcement of any rank, this one included; "" if there is none."""
-    if dist.is_initialized():
-        with suppress(RuntimeError):
-            store = dist.distributed_c10d._get_default_store()
-            return store.get(_KEY).decode() if store.check([_KEY]) else ""
+    with suppress(*_WITHOUT_STORE):
+        store = dist.distributed_c10d._get_default_store()
+        return store.get(_KEY).decode() if store.check([_KEY]) else ""
     return ""

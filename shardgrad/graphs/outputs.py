@@ -104,10 +104,9 @@ def host_value(found: Any) -> bytes:
 
 
 def used_on(outputs: Any, stream: torch.Stream | None) -> Any:
-    """Records with the allocator that `stream` uses the outputs, and returns them.
+    """Records with the allocator that `stream` uses the tensors of a tree, and returns the tree.
 
-    For outputs of an eager step and for copies. Outputs of a graph need no record, since their
-    memory belongs to the graph.
+    Outputs of a graph need no record, since their memory belongs to the graph.
     """
     if stream is not None:
         for tensor in plain_tensors(tree_leaves(outputs)):

@@ -49,6 +49,7 @@ class GraphPool:
         device: as given, with an index.
         stream: the stream on which steps run eagerly and are captured; None on the CPU.
         can_capture: False if the device has no graphs, so that all steps run eagerly.
+        caller: the stream that was current in the latest call, of any step; None on the CPU.
         nbytes: bytes that captures have reserved so far, in addition to those of eager steps.
     """
 
@@ -67,7 +68,7 @@ class GraphPool:
             _capture_stream(self.device, threading.get_ident()) if self.can_capture else None
         )
         self.nbytes = 0
-        self._latest: Stream = None  # the caller's stream in the latest call
+        self.caller: Stream = None
         self._policy = offload_policy
         self._memory: VirtualPool | None = None
         self._handle: Any = None  # torch's id of the memory pool; None while there are no graphs
@@ -103,9 +104,8 @@ class GraphPool:
             self._memory.bring_back()
         self._is_away = False
 
-    def follow(self) -> Stream:
-        """Makes the caller's current stream wait for all earlier calls of this pool, and returns
-        it; None on the CPU.
+    def follow(self) -> None:
+        """Makes the caller's current stream wait for all earlier calls of this pool.
 
         Raises:
             AsleepError: after `offload`.
@@ -113,31 +113,27 @@ class GraphPool:
         if self._is_away:
             raise AsleepError.of("the pool of graphs")
         if self.stream is None:
-            return None
-        before, self._latest = self._latest, torch.accelerator.current_stream(self.device.index)
+            return
+        before, self.caller = self.caller, torch.accelerator.current_stream(self.device.index)
         if before is not None:
-            wait_for_stream(self._latest, before)
-        return self._latest
+            wait_for_stream(self.caller, before)
 
     @contextmanager
-    def turn(self, caller: Stream) -> Iterator[None]:
-        """Makes the pool's stream current inside the block.
-
-        Args:
-            caller: the stream that `follow` returned.
+    def turn(self) -> Iterator[None]:
+        """Makes the pool's stream current inside the block, after `follow`.
 
         Streams: the pool's stream waits for the caller's before the block, and the caller's for the
             pool's after it, even if the block raises.
         """
-        if self.stream is None or caller is None:
+        if self.stream is None or self.caller is None:
             yield
             return
-        wait_for_stream(self.stream, caller)
+        wait_for_stream(self.stream, self.caller)
         try:
             with self.stream:
                 yield
         finally:
-            wait_for_stream(caller, self.stream)
+            wait_for_stream(self.caller, self.stream)
 
     @contextmanager
     def capture(self, generators: Sequence[torch.Generator] = ()) -> Iterator[DeviceGraph]:

@@ -131,7 +131,7 @@ class Reads(TorchDispatchMode):
         leaves = tree_leaves((args, kwargs))
         tensors = list(plain_tensors(leaves))
         written = set(map(id, _written(func, args, kwargs)))
-        is_captured = self._stream is not None and is_capturing(self._stream.device)
+        is_captured = self._stream is None or is_capturing(self._stream.device)
         if "c10d" in func.namespace:
             self.groups.update(_groups(leaves))
         if is_captured:
@@ -139,7 +139,7 @@ class Reads(TorchDispatchMode):
         runs_on_host = all(map(is_of_host, tensors))
         for tensor in tensors:
             # In an eager region, which every replay runs again, the host may do what it likes.
-            is_free = self._stream is not None and not is_captured and is_of_host(tensor)
+            is_free = not is_captured and is_of_host(tensor)
             if not is_free and _identity(tensor) not in self._made:
                 is_written = id(tensor) in written
                 self._note(tensor, func, runs_on_host=runs_on_host, is_written=is_written)

@@ -35,12 +35,12 @@ class Redraws:
             such a region is refused.
 
     Attributes:
-        notes: True in an eager call, which records; False in a capture.
+        notes: True until a call was recorded.
     """
 
     def __init__(self, pool: GraphPool) -> None:
         self._pool = pool
-        self.notes = False
+        self.notes = True
         self._recomputed = 0  # number of regions recomputed in this call so far
         # Of each recomputed region that draws, by its number: the generator's offset at its
         # beginning in forward, relative to that of the call, and a generator for a capture.
@@ -60,12 +60,9 @@ class Redraws:
         return torch.cuda.default_generators[self._pool.device.index]
 
     @contextmanager
-    def active(self, *, notes: bool) -> Iterator[None]:
-        """Surrounds a call.
-
-        Args:
-            notes: True to record which random numbers the block, an eager call, draws again; False
-                to make the recomputed regions of the block, a capture, draw from `generators`.
+    def active(self) -> Iterator[None]:
+        """Surrounds a call. Records which random numbers the first one, an eager call, draws again.
+        In later ones, which are captures, recomputed regions draw from `generators`.
         """
         if self._pool.device.type != "cuda":
             yield
@@ -74,14 +71,15 @@ class Redraws:
         # The key is the stream, since regions are recomputed on autograd's threads, where this
         # stream is current, too.
         stream: Any = self._pool.stream
-        self.notes, self._recomputed, _on_streams[stream] = notes, 0, self
+        self._recomputed, _on_streams[stream] = 0, self
         self._begin = self.default.get_offset()
         try:
             yield
         finally:
             del _on_streams[stream]
-        if notes:
+        if self.notes:
             self._drawn = self.default.get_offset() - self._begin
+            self.notes = False
 
     def begin_replay(self) -> None:
         """Sets the regions' generators for the next replay to where the regions began in

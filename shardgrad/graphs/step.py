@@ -223,11 +223,12 @@ class GraphedStep(Generic[_P, _R]):
         """Takes one step; see `graphed_step`."""
         self._require_callable_here()
         inputs = flatten_inputs(args, kwargs)
-        outputs = self._run(inputs, self.pool.follow())
+        self.pool.follow()
+        outputs = self._run(inputs)
         result: _R = clones(outputs) if self._settings.clone_outputs else outputs
         return result
 
-    def _run(self, inputs: Inputs, caller: Stream) -> Any:
+    def _run(self, inputs: Inputs) -> Any:
         for each in self._capturables:
             each.begin_call()
         guards = _modes(self.pool.device), *map(_GUARDS, self._capturables)
@@ -237,15 +238,15 @@ class GraphedStep(Generic[_P, _R]):
         self._before = key
         if captured is not None and captured.is_compared and not self._news:
             self._with_news = 0
-            return self._replay(captured, inputs, caller)
-        with self.pool.turn(caller):
+            return self._replay(captured, inputs, self.pool.caller)
+        with self.pool.turn():
             try:
-                return self._run_on_pool(captured, inputs, caller)
+                return self._run_on_pool(captured, inputs)
             except CollectiveError as error:
                 self._require_same_on_all_ranks(error)
                 raise
 
-    def _run_on_pool(self, captured: CapturedStep | None, inputs: Inputs, caller: Stream) -> Any:
+    def _run_on_pool(self, captured: CapturedStep | None, inputs: Inputs) -> Any:
         """Runs a call without a graph, with a graph that is not compared yet, or with one that must
         not be replayed.
         """
@@ -258,9 +259,9 @@ class GraphedStep(Generic[_P, _R]):
                 self._news = _why_not(captured, inputs)
         self._warn_of_news()
         if captured is None or self._news:
-            return self._run_eagerly(inputs, caller)
+            return self._run_eagerly(inputs)
         if known is not None:
-            return self._compare(known, inputs, caller)
+            return self._compare(known, inputs)
         return self._replay(captured, inputs, self.pool.stream)
 
     def _replay(self, captured: CapturedStep, inputs: Inputs, stream: Stream) -> Any:
@@ -300,14 +301,14 @@ class GraphedStep(Generic[_P, _R]):
                 depth=6,
             )
 
-    def _run_eagerly(self, inputs: Inputs, caller: Stream) -> Any:
+    def _run_eagerly(self, inputs: Inputs) -> Any:
         def call_region(region: Callable[[], Any]) -> None:
             self._note_border()
             region()
 
         args, kwargs = for_eager_call(inputs, self.pool.device)
         redraws = Redraws(self.pool)
-        with handle_eager_calls(call_region), redraws.active(notes=True):
+        with handle_eager_calls(call_region), redraws.active():
             outputs = detached(self._function(*args, **kwargs))
         self._note_border()
         self.eager_steps += 1
@@ -323,7 +324,7 @@ class GraphedStep(Generic[_P, _R]):
         # Those that have a graph may be among them, so as many others are kept.
         if len(self._seen) > 2 * self._settings.max_graphs:
             del self._seen[next(iter(self._seen))]
-        return used_on(outputs, caller)
+        return used_on(outputs, self.pool.caller)
 
     def _note_border(self) -> None:
         for each in self._capturables:
@@ -374,14 +375,14 @@ class GraphedStep(Generic[_P, _R]):
         # torch, the device and shardgrad raise a RuntimeError for what a graph cannot contain. Any
         # other exception is the program's, and passes through as in an eager call.
         except RuntimeError as error:
-            self._refuse_capture(error)
+            self._refuse(error)
             return None
         self._graphs.append(captured)
         while len(self._graphs) > self._settings.max_graphs:
             self._graphs.pop(0).reset()
         return captured
 
-    def _compare(self, first: CapturedStep, inputs: Inputs, caller: Stream) -> Any:
+    def _compare(self, first: CapturedStep, inputs: Inputs) -> Any:
         """Captures the step a second time and compares both graphs from the same state. A result
         that differs depends on a value that was frozen, such as a number that Python has changed
         since the first capture.
@@ -393,7 +394,7 @@ class GraphedStep(Generic[_P, _R]):
         try:
             again = self._capture_or_refuse(inputs, first.redraws)
             if again is None:
-                return self._run_eagerly(inputs, caller)
+                return self._run_eagerly(inputs)
             again.is_compared = True
             # A comparison replays both graphs, but functions passed to `outside` must run only
             # once.
@@ -408,7 +409,7 @@ class GraphedStep(Generic[_P, _R]):
                 again.reset()
                 if self._settings.on_uncapturable == "raise":
                     comparison.restore()
-                self._refuse_frozen(frozen, first.reads.numbers, again.reads.numbers)
+                self._refuse(_frozen(frozen, first.reads.numbers, again.reads.numbers))
             again.buffers.write_back(inputs, outputs)
             return outputs
         finally:
@@ -455,10 +456,9 @@ class GraphedStep(Generic[_P, _R]):
             CaptureAgain: there are any.
         """
         if leaves:
-            module = nn.Module()
+            module: Any = nn.Module()
             # Not `register_parameter`, which takes instances of `nn.Parameter` only.
-            named: dict[str, Any] = {f"leaf {i}": leaf for i, leaf in enumerate(leaves)}
-            module._parameters.update(named)
+            module._parameters.update({f"leaf {i}": leaf for i, leaf in enumerate(leaves)})
             self._capturables.append(capturable(module))
             raise CaptureAgain("gradients of tensors that are parameters of no module")
 
@@ -480,56 +480,24 @@ class GraphedStep(Generic[_P, _R]):
         """Yields the tensors that hold the state of all capturables."""
         return (tensor for each in self._capturables for _, tensor in each.tensors())
 
-    def _refuse_capture(self, error: Exception) -> None:
-        """Refuses further captures with this input key. Names the program's line that raised."""
-        cause, line = cause_of(error), line_that_raised(error, self._modules)
-        issues = environment_issues(self.pool.device)
-        self._refuse(
-            f"could not be captured: {cause.what}",
-            where="; ".join(filter(None, (cause.where, line))),
-            fix=cause.fix or "move the call that raises before or after the step",
-            issues="" if cause is error else "".join(f"\n{each}" for each in issues),
-            error=error,
-        )
-
-    def _refuse_frozen(
-        self, names: Sequence[str], before: Mapping[str, Any], now: Mapping[str, Any]
-    ) -> None:
-        """Refuses further captures with this input key. Names the results that differ between two
-        captures, and the numbers that changed in between.
+    def _refuse(self, error: Exception) -> None:
+        """Makes all later calls with this input key run eagerly, and raises or warns. Names the
+        program's line that raised.
         """
-        changed = [
-            f"{name} changed from {reprlib.repr(value)} to {reprlib.repr(now[name])}"
-            for name, value in before.items()
-            if name in now and now[name] != value
-        ]
-        self._refuse(
-            "would be wrong as a graph: captured again in the next call, it computed different "
-            f"values of {listed(names)}",
-            where=f"between the two captures, {listed(changed)}" if changed else "",
-            fix="pass values that change between calls as arguments, and numbers as tensors; step "
-            "schedulers between calls; draw random numbers on the device; pass state that the step "
-            "writes to graphed_step(...) as a shardgrad.graphs.Capturable",
-        )
-
-    def _refuse(
-        self,
-        what: str,
-        *,
-        where: str,
-        fix: str,
-        issues: str = "",
-        error: Exception | None = None,
-    ) -> None:
-        """Makes all later calls with this input key run eagerly, and raises or warns."""
+        cause, line = cause_of(error), line_that_raised(error, self._modules)
+        where = "; ".join(filter(None, (cause.where, line)))
+        issues = [] if cause is error else environment_issues(self.pool.device)
+        added = "".join(f"\n{each}" for each in issues)
+        what = f"could not be captured: {cause.what}"
         self._refused[self._before[0]] = what
         announce(f"{self._name} {what}")
         if self._settings.on_uncapturable != "raise":
             place = f" [{where}]" if where else ""
-            self._warn(f"{what}{place}. It runs eagerly.{issues}", depth=8)
+            self._warn(f"{what}{place}. It runs eagerly.{added}", depth=7)
             return
+        fix = cause.fix or "move the call that raises before or after the step"
         raise CaptureError(
-            f"{self._name} {what}{issues}",
+            f"{self._name} {what}{added}",
             expected="a step that launches the same work every time and never waits for the device",
             got="a step that a replay cannot repeat; this call changed no model, optimizer or "
             "random state",
@@ -605,6 +573,27 @@ def _why_not(captured: CapturedStep, inputs: Inputs) -> str:
     if captured.buffers.is_shared(inputs, captured.reads):
         return _SHARED
     return "" if all(map(call, captured.before_replays)) else _KEPT
+
+
+def _frozen(
+    names: Sequence[str], before: Mapping[str, Any], now: Mapping[str, Any]
+) -> CaptureError:
+    """Returns an error with the results that differ between two captures, and the numbers that
+    changed in between.
+    """
+    changed = [
+        f"{name} changed from {reprlib.repr(value)} to {reprlib.repr(now[name])}"
+        for name, value in before.items()
+        if name in now and now[name] != value
+    ]
+    return CaptureError(
+        "it would be wrong as a graph: captured again in the next call, it computed different "
+        f"values of {listed(names)}",
+        where=f"between the two captures, {listed(changed)}" if changed else None,
+        fix="pass values that change between calls as arguments, and numbers as tensors; step "
+        "schedulers between calls; draw random numbers on the device; pass state that the step "
+        "writes to graphed_step(...) as a shardgrad.graphs.Capturable",
+    )
 
 
 _MODES: tuple[Callable[[], Hashable], ...] = (
