@@ -14,7 +14,6 @@ from shardgrad.graphs.memory import Memory
 
 __all__ = [
     "apart_from",
-    "clones",
     "detached",
     "host_value",
     "is_of_host",
@@ -63,14 +62,6 @@ def apart_from(state: Iterable[torch.Tensor], outputs: Any) -> Any:
         return leaf.clone() if any(map(memory.holds, plain_tensors([leaf]))) else leaf
 
     return tree_map_only(torch.Tensor, copied, outputs)
-
-
-def clones(outputs: Any) -> Any:
-    """Returns copies, which no later replay overwrites.
-
-    Streams: the current one.
-    """
-    return tree_map_only(torch.Tensor, torch.Tensor.clone, outputs)
 
 
 def plain_tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -25,6 +25,7 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from shardgrad.engine.streams import Stream, is_capturing
 from shardgrad.errors import CaptureError, CollectiveError, OptionError, listed
@@ -36,7 +37,7 @@ from shardgrad.graphs.eager_regions import handle_eager_calls, is_in_step
 from shardgrad.graphs.inputs import InputBuffers, Inputs, flatten_inputs, for_eager_call
 from shardgrad.graphs.lifetime import has_graphs
 from shardgrad.graphs.other_ranks import announce, announced
-from shardgrad.graphs.outputs import apart_from, clones, detached, used_on
+from shardgrad.graphs.outputs import apart_from, detached, used_on
 from shardgrad.graphs.pool import GraphPool
 from shardgrad.graphs.preflight import (
     cause_of,
@@ -76,7 +77,6 @@ class StepSettings:
     warmup: int
     pool: GraphPool | None
     max_graphs: int
-    clone_outputs: bool
     on_uncapturable: Literal["raise", "eager"]
 
     def __post_init__(self) -> None:
@@ -94,7 +94,6 @@ def graphed_step(
     warmup: int = 3,
     pool: GraphPool | None = None,
     max_graphs: int = 8,
-    clone_outputs: bool = False,
     on_uncapturable: Literal["raise", "eager"] = "raise",
 ) -> Callable[[Callable[_P, _R]], GraphedStep[_P, _R]]:
     """Makes a training step one graph: its launches are captured once and replayed from then on.
@@ -138,7 +137,6 @@ def graphed_step(
         warmup: number of eager calls before the first capture, at least 1.
         pool: the `GraphPool` of another graphed step that uses the same models; None for a new one.
         max_graphs: number of graphs to keep. Beyond it, the least recently used one is dropped.
-        clone_outputs: return copies. Otherwise the next call overwrites the returned tensors.
         on_uncapturable: what to do if a capture fails, once all state is restored: "raise" a
             CaptureError, or warn and run the call "eager". In both cases, later calls with the same
             input key run eagerly. Ranks must capture together: if only some can, the collectives of
@@ -146,7 +144,8 @@ def graphed_step(
             could not capture.
 
     Returns:
-        A decorator that turns a function into a `GraphedStep`.
+        A decorator that turns a function into a `GraphedStep`. The next call overwrites the tensors
+        that a call returned.
 
     Streams: a replay runs on the caller's current stream, after earlier calls. An eager step or a
         capture runs on the pool's stream: this stream first waits for the caller's, which waits for
@@ -156,7 +155,7 @@ def graphed_step(
     Raises:
         OptionError: an option is out of range, or there is no `Capturable` adapter for an object.
     """
-    settings = StepSettings(warmup, pool, max_graphs, clone_outputs, on_uncapturable)
+    settings = StepSettings(warmup, pool, max_graphs, on_uncapturable)
     for each in capturables:
         capturable(each)  # raises for an unknown class now, and not when a function is decorated
     return lambda function: GraphedStep(function, capturables, settings)
@@ -224,9 +223,8 @@ class GraphedStep(Generic[_P, _R]):
         self._require_callable_here()
         inputs = flatten_inputs(args, kwargs)
         self.pool.follow()
-        outputs = self._run(inputs)
-        result: _R = clones(outputs) if self._settings.clone_outputs else outputs
-        return result
+        outputs: _R = self._run(inputs)
+        return outputs
 
     def _run(self, inputs: Inputs) -> Any:
         for each in self._capturables:
@@ -405,7 +403,7 @@ class GraphedStep(Generic[_P, _R]):
             outputs, frozen = comparison.frozen(first.replay, again.replay, again.reads.groups)
             if frozen:
                 self._graphs.remove(again)
-                outputs = clones(outputs)
+                outputs = tree_map_only(torch.Tensor, torch.Tensor.clone, outputs)
                 again.reset()
                 if self._settings.on_uncapturable == "raise":
                     comparison.restore()
