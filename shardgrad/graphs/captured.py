@@ -73,7 +73,6 @@ class CapturedStep:
         for each in capturables:
             each.quiesce()
         self.before_replays = list(filter(None, [each.before_replays() for each in capturables]))
-        self._kept: list[Any] = []
 
     # -- a capture
 
@@ -104,7 +103,7 @@ class CapturedStep:
             if self.has_eager_regions or not each.is_guarded or each.guards() != before
         ]
         self.parts += [each.replayed for each in self._capturables]
-        self._kept = [each.known_to_graph() for each in self._capturables]
+        self._kept = [each.known_to_graph() for each in self._capturables]  # only held
 
     def _begin(self) -> None:
         self._graphs.append(self._capture.enter_context(self._pool.capture(self._generators)))
@@ -147,7 +146,6 @@ class CapturedStep:
         """Destroys the graphs. The host waits for the device first, since they may be running."""
         wait_for_device(self._pool.device)
         self._destroy()
-        self._kept.clear()
 
     def _destroy(self) -> None:
         self.parts.clear()

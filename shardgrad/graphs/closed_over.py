@@ -38,7 +38,6 @@ __all__ = ["Place", "address_of", "closed_over", "elements"]
 _MOST_PARTS = 1_000  # limit of attributes or elements followed in one object
 _MOST_OBJECTS = 20_000  # limit of objects visited in one search
 _NUMBERS = (bool, int, float, complex, str)
-_NOT_FOLLOWED = (bytes, Optimizer)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _CODE = (FunctionType, staticmethod, classmethod, property, functools.cached_property)
 
@@ -141,7 +140,7 @@ def closed_over(
         )
         if are_given or isinstance(value, (torch.Tensor, *_NUMBERS)):
             yield place, value
-        elif id(value) not in seen and not isinstance(value, _NOT_FOLLOWED):
+        elif id(value) not in seen and not isinstance(value, bytes | Optimizer):
             seen[id(value)] = value
             if isinstance(value, nn.Module):
                 yield place, value

@@ -58,8 +58,8 @@ class Comparison:
         generators: Sequence[torch.Generator],
     ) -> None:
         self._capturables = capturables
-        self._others: list[tuple[str, torch.Tensor]] = []
-        known = {tensor.untyped_storage()._cdata for tensor in self._memory()}
+        of_state = (tensor for each in capturables for _, tensor in each.tensors())
+        known = {tensor.untyped_storage()._cdata for tensor in plain_tensors(of_state)}
         self._others = [(n, t) for n, t in memory if t.untyped_storage()._cdata not in known]
         self._restore_host = host_snapshot(capturables, device, generators)
         self._device = device

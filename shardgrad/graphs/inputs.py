@@ -32,7 +32,6 @@ from shardgrad.graphs.reads import Reads
 __all__ = ["InputBuffers", "Inputs", "flatten_inputs", "for_eager_call"]
 
 _LEAVES = (torch.Tensor, bool, int, float, str, type(None))  # the most frequent leaves
-_STATIC = (nn.Parameter, nn.Buffer)
 
 
 class Inputs(NamedTuple):
@@ -98,8 +97,9 @@ def _is_copied(value: Any) -> bool:
     # long.
     if type(value) is torch.Tensor and not value.__dict__:
         return True
-    is_static = isinstance(value, _STATIC) or hasattr(value, "_dynamo_static_input_type")
-    return isinstance(value, torch.Tensor) and not is_static
+    return isinstance(value, torch.Tensor) and not (
+        isinstance(value, nn.Parameter | nn.Buffer) or hasattr(value, "_dynamo_static_input_type")
+    )
 
 
 def _require_plain(tensor: torch.Tensor, index: int) -> None:
@@ -266,7 +266,7 @@ class InputBuffers:
         for index in self._written:
             given = inputs.tensors[index].detach()  # autograd does not continue across calls
             if self._is_on_device(given) and not overwritten.holds(given):
-                given.copy_(self.buffers[index].detach())
+                given.copy_(self.buffers[index])
 
     def _is_on_device(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == self._device.type

@@ -189,17 +189,14 @@ class GraphPool:
 
     def _begin(self, generators: Sequence[torch.Generator]) -> DeviceGraph:
         if self.device.type == "cuda":
-            self._handle = self._handle or self._new_memory()
+            if self._policy is not None and self._memory is None:
+                self._memory = VirtualPool()
+                self._handle = self._memory.id
+            self._handle = self._handle or torch.cuda.graph_pool_handle()
             return _begun(self._handle, generators)
         graph: DeviceGraph = torch.accelerator.Graph(pool=self._handle)
         graph.capture_begin()
         return graph
-
-    def _new_memory(self) -> Any:
-        if self._policy is None:
-            return torch.cuda.graph_pool_handle()
-        self._memory = VirtualPool()
-        return self._memory.id
 
     def _abandon(self, graph: DeviceGraph, generators: Sequence[torch.Generator]) -> None:
         """Ends a capture that has failed. If CUDA has already invalidated it, torch's part of it

@@ -16,7 +16,6 @@ import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
 from operator import call, methodcaller
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
@@ -49,7 +48,7 @@ from shardgrad.graphs.program_line import line_that_raised
 from shardgrad.graphs.reads import Reads
 from shardgrad.graphs.recomputation import Redraws
 
-__all__ = ["GraphedStep", "StepSettings", "UncapturableStepWarning", "graphed_step"]
+__all__ = ["GraphedStep", "UncapturableStepWarning", "graphed_step"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -68,25 +67,6 @@ _IN_A_ROW = 7  # consecutive calls with something new after which the program is
 
 class UncapturableStepWarning(UserWarning):
     """A step could not be captured and runs eagerly."""
-
-
-@dataclass(frozen=True)
-class StepSettings:
-    """The options of `graphed_step`, which documents them."""
-
-    warmup: int
-    pool: GraphPool | None
-    max_graphs: int
-    on_uncapturable: Literal["raise", "eager"]
-
-    def __post_init__(self) -> None:
-        is_known = self.on_uncapturable in ("raise", "eager")
-        if min(self.warmup, self.max_graphs) < 1 or not is_known:
-            raise OptionError(
-                "graphed_step does not accept these options",
-                expected="warmup and max_graphs of at least 1; on_uncapturable='raise' or 'eager'",
-                got=str(self),
-            )
 
 
 def graphed_step(
@@ -155,10 +135,18 @@ def graphed_step(
     Raises:
         OptionError: an option is out of range, or there is no `Capturable` adapter for an object.
     """
-    settings = StepSettings(warmup, pool, max_graphs, on_uncapturable)
+    if min(warmup, max_graphs) < 1 or on_uncapturable not in ("raise", "eager"):
+        raise OptionError(
+            "graphed_step does not accept these options",
+            expected="warmup and max_graphs of at least 1; on_uncapturable='raise' or 'eager'",
+            got=f"warmup={warmup}, max_graphs={max_graphs}, on_uncapturable={on_uncapturable!r}",
+        )
     for each in capturables:
         capturable(each)  # raises for an unknown class now, and not when a function is decorated
-    return lambda function: GraphedStep(function, capturables, settings)
+    raises = on_uncapturable == "raise"
+    return lambda function: GraphedStep(
+        function, capturables, warmup, pool, max_graphs, raises=raises
+    )
 
 
 class GraphedStep(Generic[_P, _R]):
@@ -173,7 +161,14 @@ class GraphedStep(Generic[_P, _R]):
     """
 
     def __init__(
-        self, function: Callable[_P, _R], objects: Sequence[Any], settings: StepSettings
+        self,
+        function: Callable[_P, _R],
+        objects: Sequence[Any],
+        warmup: int,
+        pool: GraphPool | None,
+        max_graphs: int,
+        *,
+        raises: bool,
     ) -> None:
         if not callable(function):
             raise OptionError(
@@ -184,12 +179,13 @@ class GraphedStep(Generic[_P, _R]):
             )
         functools.update_wrapper(self, function)
         self._function = function
-        self._settings = settings
+        self._name = getattr(function, "__qualname__", repr(function))
+        self._warmup, self._max_graphs, self._raises = warmup, max_graphs, raises
         self._modules = [each for each in objects if isinstance(each, nn.Module)]
         self._generators = [each for each in objects if isinstance(each, torch.Generator)]
         self._capturables = list(map(capturable, objects))
         devices = (tensor.device for tensor in self._state())
-        self.pool = settings.pool or GraphPool(next(devices, None))
+        self.pool = pool or GraphPool(next(devices, None))
         self._graphs: list[CapturedStep] = []  # in order of use, the most recently used last
         # By input key: the buffers of the graphs, and why calls always run eagerly.
         self._buffers: WeakValueDictionary[Hashable, InputBuffers] = WeakValueDictionary()
@@ -241,15 +237,23 @@ class GraphedStep(Generic[_P, _R]):
             try:
                 return self._run_on_pool(captured, inputs)
             except CollectiveError as error:
-                self._require_same_on_all_ranks(error)
-                raise
+                what = announced()
+                if not what:
+                    raise
+                raise CaptureError(
+                    f"not all ranks could capture {self._name}. On {what}",
+                    expected="a capture on every rank, or on none",
+                    got=str(error).splitlines()[0],
+                    where=f"rank {dist.get_rank()}",
+                    fix="make that rank run the same operations in a step as the others",
+                ) from error
 
     def _run_on_pool(self, captured: CapturedStep | None, inputs: Inputs) -> Any:
         """Runs a call without a graph, with a graph that is not compared yet, or with one that must
         not be replayed.
         """
         known = captured
-        is_warm = self.eager_steps >= self._settings.warmup and self.pool.can_capture
+        is_warm = self.eager_steps >= self._warmup and self.pool.can_capture
         if not (known or self._news or inputs.key in self._refused) and is_warm:
             captured = self._capture_or_refuse(inputs, self._seen[self._before])
             if captured is not None:
@@ -320,7 +324,7 @@ class GraphedStep(Generic[_P, _R]):
         self._seen.pop(self._before, None)
         self._seen[self._before] = redraws
         # Those that have a graph may be among them, so as many others are kept.
-        if len(self._seen) > 2 * self._settings.max_graphs:
+        if len(self._seen) > 2 * self._max_graphs:
             del self._seen[next(iter(self._seen))]
         return used_on(outputs, self.pool.caller)
 
@@ -376,7 +380,7 @@ class GraphedStep(Generic[_P, _R]):
             self._refuse(error)
             return None
         self._graphs.append(captured)
-        while len(self._graphs) > self._settings.max_graphs:
+        while len(self._graphs) > self._max_graphs:
             self._graphs.pop(0).reset()
         return captured
 
@@ -405,7 +409,7 @@ class GraphedStep(Generic[_P, _R]):
                 self._graphs.remove(again)
                 outputs = tree_map_only(torch.Tensor, torch.Tensor.clone, outputs)
                 again.reset()
-                if self._settings.on_uncapturable == "raise":
+                if self._raises:
                     comparison.restore()
                 self._refuse(_frozen(frozen, first.reads.numbers, again.reads.numbers))
             again.buffers.write_back(inputs, outputs)
@@ -436,7 +440,13 @@ class GraphedStep(Generic[_P, _R]):
         with _stale_streams_overridden(), captured.captured(), reads:
             outputs = detached(self._function(*args, **kwargs))
             reads.refuse_kept(buffers.buffers)
-            self._guard_leaves(reads.take_leaves())
+            if leaves := reads.take_leaves():
+                # From now on, they count as parameters of a module that the step was given.
+                module: Any = nn.Module()
+                # Not `register_parameter`, which takes instances of `nn.Parameter` only.
+                module._parameters.update({f"leaf {i}": leaf for i, leaf in enumerate(leaves)})
+                self._capturables.append(capturable(module))
+                raise CaptureAgain("gradients of tensors that are parameters of no module")
             if self.pool.device.type == "cuda":
                 require_launch_order(reads.groups)
             # The state after the function ran: gradients may have been allocated in the capture.
@@ -445,20 +455,6 @@ class GraphedStep(Generic[_P, _R]):
         buffers.note_writes(reads)
         has_graphs(self)
         return captured
-
-    def _guard_leaves(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Makes tensors whose gradients cross the border of the step parameters of a module that
-        the step is given, as it were.
-
-        Raises:
-            CaptureAgain: there are any.
-        """
-        if leaves:
-            module: Any = nn.Module()
-            # Not `register_parameter`, which takes instances of `nn.Parameter` only.
-            module._parameters.update({f"leaf {i}": leaf for i, leaf in enumerate(leaves)})
-            self._capturables.append(capturable(module))
-            raise CaptureAgain("gradients of tensors that are parameters of no module")
 
     def _refuse_reads_of_one_call(self) -> None:
         """Refuses a capture after several graphs that read what the program replaced or freed
@@ -489,7 +485,7 @@ class GraphedStep(Generic[_P, _R]):
         what = f"could not be captured: {cause.what}"
         self._refused[self._before[0]] = what
         announce(f"{self._name} {what}")
-        if self._settings.on_uncapturable != "raise":
+        if not self._raises:
             place = f" [{where}]" if where else ""
             self._warn(f"{what}{place}. It runs eagerly.{added}", depth=7)
             return
@@ -503,26 +499,8 @@ class GraphedStep(Generic[_P, _R]):
             fix=f"{fix}; or on_uncapturable='eager'. Further calls run eagerly",
         ) from error
 
-    def _require_same_on_all_ranks(self, error: CollectiveError) -> None:
-        """Raises an explanation if a collective failed because one rank could not capture and the
-        others did.
-        """
-        what = announced()
-        if what:
-            raise CaptureError(
-                f"not all ranks could capture {self._name}. On {what}",
-                expected="a capture on every rank, or on none",
-                got=str(error).splitlines()[0],
-                where=f"rank {dist.get_rank()}",
-                fix="make that rank run the same operations in a step as the others",
-            ) from error
-
     def _warn(self, what: str, *, depth: int) -> None:
         warnings.warn(f"shardgrad: {self._name} {what}", UncapturableStepWarning, stacklevel=depth)
-
-    @property
-    def _name(self) -> str:
-        return getattr(self._function, "__qualname__", repr(self._function))
 
     def _require_callable_here(self) -> None:
         if self._closed:
