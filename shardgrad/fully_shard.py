@@ -137,7 +137,7 @@ def fully_shard(
     together: dict[tuple[torch.dtype, DataParallelMesh, bool, ParamDtypes], list[FSDPParam]] = {}
     for original, (name, owners) in collected.items():
         place = places[original]
-        p = FSDPParam(name, owners, tuple(original.shape), original, place.sharding)
+        p = FSDPParam(name, owners, original, place.sharding)
         kind = original.dtype, place.mesh, is_extension(original), dtypes[original]
         together.setdefault(kind, []).append(p)
     originals = [(p.sharded, p) for params in together.values() for p in params]

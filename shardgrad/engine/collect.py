@@ -196,7 +196,7 @@ def _refuse_claimed(name: str, param: nn.Parameter) -> None:
         raise ParameterClaimedError(
             f"parameter {name} is already sharded by another unit",
             expected="a parameter that no unit owns yet",
-            got=f"DTensor of shape {managed.shape} with {managed.sharding.placements}",
+            got=f"DTensor of shape {tuple(param.shape)} with {managed.sharding.placements}",
             where=f"parameter {name}",
             fix="apply fully_shard bottom-up: inner modules first, the root last; shard a module "
             "that several units contain before all of them",

@@ -50,7 +50,6 @@ class FSDPParam:
     Attributes:
         name: fully qualified from the root, or from its unit until a root is known.
         owners: every (module, attribute) that registers it; several if it is tied.
-        shape: of the unsharded parameter.
         sharded: the DTensor that the optimizer sees; the original parameter until it is sharded.
         unsharded: the tensor that compute sees; created at the first unshard.
         post_forward: the DTensor over neighbouring ranks, if the group reshards to fewer.
@@ -60,7 +59,6 @@ class FSDPParam:
 
     name: str
     owners: list[Owner]
-    shape: tuple[int, ...]
     sharded: nn.Parameter
     sharding: ParamSharding
     unsharded: nn.Parameter | None = None

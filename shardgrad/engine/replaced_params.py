@@ -145,14 +145,14 @@ def _shown(p: FSDPParam, local_shape: torch.Size, group: ParamGroup) -> nn.Param
         )
     if not (
         isinstance(param, DTensor)
-        and tuple(param.shape) == p.shape
+        and param.shape == p.sharding.full_shape
         and param.placements == placements
         and local_of(param).shape == local_shape
     ):
         raise ForeignParameterError(
             f"parameter {p.name} was replaced by a tensor that its unit cannot adopt",
-            expected=f"nn.Parameter(DTensor) of shape {p.shape} with placements {placements}, "
-            f"{tuple(local_shape)} of it on this rank",
+            expected=f"nn.Parameter(DTensor) of shape {tuple(p.sharding.full_shape)} with "
+            f"placements {placements}, and {tuple(local_shape)} of it on this rank",
             got=f"{type(shown).__name__} of shape {None if shown is None else tuple(shown.shape)}",
             where=group.where,
             fix="torch.distributed.tensor.distribute_tensor(full, p.device_mesh, p.placements); "

@@ -46,7 +46,7 @@ def _described(units: Sequence[Unit], mesh: DataParallelMesh | None = None) -> I
             )
             for p in group.params:
                 yield (
-                    f"parameter {p.name}: {p.shape}, {p.sharded.dtype}, "
+                    f"parameter {p.name}: {tuple(p.sharded.shape)}, {p.sharded.dtype}, "
                     f"requires_grad={p.sharded.requires_grad}, {p.sharding.placements}"
                 )
             places = [piece.shard_offset for piece in group.layout.pieces]

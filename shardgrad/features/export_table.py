@@ -104,7 +104,7 @@ def _sharded(name: str, managed: FSDPParam) -> ExportedParameter:
     dim, local = managed.sharding.dim, local_of(managed.sharded).detach()
     holders = {piece.rows(shard): tuple(having) for shard, having in enumerate(ranks)}
     rows = piece.rows(group.mesh.shard_rank)
-    return _row(managed.shape, dim, rows, holders, local)
+    return _row(tuple(managed.sharded.shape), dim, rows, holders, local)
 
 
 def _unsharded(name: str, param: nn.Parameter) -> ExportedParameter:

@@ -256,7 +256,8 @@ class ExtensionGroup(ParamGroup):
                 "fsdp_pre_all_gather must return all-gather inputs with the padded sharded size",
                 expected=str(tuple(full)),
                 got=", ".join(str(tuple(tensor.size())) for tensor in inputs),
-                where=f"parameter {p.name} of shape {p.shape} on {self.mesh.shard_size} ranks",
+                where=f"parameter {p.name} of shape {tuple(p.sharded.shape)} on "
+                f"{self.mesh.shard_size} ranks",
                 fix="pad with rows of zeros: every rank must send as much as the first one",
             )
         return tuple(inputs), metadata
