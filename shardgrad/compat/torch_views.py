@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from shardgrad.engine.lazy_init import lazy_init
 from shardgrad.engine.param import FSDPParam
 from shardgrad.engine.param_group import ParamGroup
-from shardgrad.engine.unit import RootContext, Unit
+from shardgrad.engine.unit import Unit
 from shardgrad.errors import unsupported
 
 __all__ = ["StateView", "show_to_torch", "state_of"]
@@ -107,21 +107,9 @@ class _GroupView:
         self._unit.post_backward = function
 
 
-class _ContextView:
-    """Stands for FSDP2's `FSDPStateContext`."""
-
-    def __init__(self, context: RootContext) -> None:
-        self._context = context
-
-    @property
-    def all_states(self) -> list[StateView]:
-        """One view per unit, the root first."""
-        views = (state_of(unit.modules[0]) for unit in self._context.units)
-        return [view for view in views if view is not None]
-
-
 class StateView:
-    """Stands for FSDP2's `FSDPState`: a view of one unit.
+    """Stands for FSDP2's `FSDPState`, and for the `FSDPStateContext` that a root's units share: a
+    view of one unit.
 
     Args:
         unit: the unit.
@@ -135,8 +123,14 @@ class StateView:
         lazy_init(self._unit)
 
     @property
-    def _state_ctx(self) -> _ContextView:
-        return _ContextView(lazy_init(self._unit))
+    def _state_ctx(self) -> StateView:
+        return self
+
+    @property
+    def all_states(self) -> list[StateView]:
+        """One view per unit under the root, the root first."""
+        views = (state_of(unit.modules[0]) for unit in lazy_init(self._unit).units)
+        return [view for view in views if view is not None]
 
     @property
     def _comm_ctx(self) -> object:
