@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from shardgrad.diagnosis.flight_recorder import recorder
-from shardgrad.engine.collect import modules_under, tied_under
+from shardgrad.engine.collect import modules_under, params_under, tied_under
 from shardgrad.engine.param import IGNORED, is_replaced, is_unsharded_param
 from shardgrad.engine.unit import Unit, units_under
 from shardgrad.errors import UnownedParameterError, listed
@@ -93,7 +93,6 @@ class UnownedParams:
             return
         self._known = None
         roots = [*self._callers_now(), *self._unit.modules]
-        modules = list(modules_under(roots, with_units=True))
         # Exclude parameters that two units share: the second unit refuses them, with its own error.
         shared = {
             param
@@ -102,9 +101,12 @@ class UnownedParams:
             for _, _, param in tied_under(unit.modules)
         }
         apart = [
-            (f"{name}.{attribute}" if name else attribute, module, (register, attribute))
-            for name, module in modules
-            for register, attribute in _unowned(module, shared)
+            (name, module, (module._parameters, attribute))
+            for name, (module, attribute), param in params_under(roots, with_units=True)
+            if isinstance(param, nn.Parameter)  # functional_call may put other tensors there
+            and _is_apart(param)
+            and attribute not in module.__dict__.get(IGNORED, ())
+            and param not in shared
         ]
         found = {name: module for name, module, slot in apart if _trains(slot)}
         if found:
@@ -112,6 +114,7 @@ class UnownedParams:
             recorder.report(error)  # other ranks may not raise, and would wait for this one
             raise error
         self._frozen = [slot for *_, slot in apart]
+        modules = list(modules_under(roots, with_units=True))
         self._children = [module._modules for _, module in modules]
         self._registers = [module._parameters for _, module in modules]
         self._known = self._seen()
@@ -167,21 +170,6 @@ def _modules_on_stack() -> list[nn.Module]:
 def _trains(slot: _Slot) -> bool:
     param = slot[0].get(slot[1])
     return param is not None and param.requires_grad
-
-
-def _unowned(module: nn.Module, shared: Collection[nn.Parameter]) -> list[_Slot]:
-    """Returns where a module registers parameters that are neither owned by a unit nor ignored by
-    the program.
-    """
-    ignored = module.__dict__.get(IGNORED, ())
-    return [
-        (module._parameters, name)
-        for name, param in module._parameters.items()
-        if isinstance(param, nn.Parameter)  # functional_call may put other tensors there
-        and _is_apart(param)
-        and name not in ignored
-        and param not in shared
-    ]
 
 
 def _is_apart(param: torch.Tensor) -> bool:

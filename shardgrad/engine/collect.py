@@ -30,6 +30,7 @@ __all__ = [
     "Claim",
     "collect",
     "modules_under",
+    "params_under",
     "refuse_unresolved_ties",
     "tied_under",
     "validated",
@@ -123,7 +124,7 @@ def collect(
         UnsupportedParameterError, ParameterClaimedError: see `errors.py`.
     """
     found: dict[nn.Parameter, tuple[str, list[Owner]]] = {}
-    for name, place, param in _params_under(modules, with_units=False):
+    for name, place, param in params_under(modules, with_units=False):
         if param not in ignored and not _is_tied(*place):
             _refuse_claimed(name, param)
             require_shardable(name, param)
@@ -170,12 +171,12 @@ def tied_under(roots: Iterable[nn.Module]) -> Iterator[tuple[str, Owner, nn.Para
 
     Each with its name, in an order that all ranks share.
     """
-    for name, place, param in _params_under(roots, with_units=True):
+    for name, place, param in params_under(roots, with_units=True):
         if _is_tied(*place):
             yield name, place, param
 
 
-def _params_under(
+def params_under(
     roots: Iterable[nn.Module], *, with_units: bool
 ) -> Iterator[tuple[str, Owner, nn.Parameter]]:
     """Yields the places of parameters under modules, each with its name; see `modules_under`."""
