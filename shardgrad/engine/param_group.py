@@ -603,6 +603,8 @@ class ParamGroup:
         if not staying:
             return None
         smaller = type(self)(staying, self.spec)
+        # The unit may have been built on another stream, where its former shard is freed.
+        keep_for_current_stream(self.shard)
         if self.is_flat:
             for p, view in zip(staying, smaller.local_views(), strict=True):
                 view.copy_(local_of(p.sharded))

@@ -28,6 +28,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum, auto
 from operator import attrgetter
 from typing import Any
 
@@ -140,7 +141,10 @@ class Unit:
         self.groups: list[ParamGroup] = []
         self.grad_groups: list[GradGroup] = []
         self.set_groups(groups)
+        # Calls with a node under their inputs whose backward has not ended, and whether there are
+        # calls without one, as none of their inputs requires grad.
         self.outstanding = 0
+        self.has_unwatched = False
         # Calls whose backward has begun but not ended; more than one if a module calls itself.
         self.open = 0
         self.next_backward: Unit | None = None
@@ -256,6 +260,7 @@ class Unit:
         # Without such inputs, no node can tell when the gradients have arrived. They are complete
         # once each parameter has one.
         if not found:
+            self.has_unwatched |= torch.is_grad_enabled()
             return args, kwargs
         if counted:
             self.outstanding += 1
@@ -300,16 +305,18 @@ class Unit:
                 # Without any, gradients may still pass through this call, to its inputs or to
                 # parameters, but no output can tell when backward begins. For example, torch cannot
                 # look into the object that contains the outputs.
-                has_gradients = self.outstanding or any(g.params for g in self.grad_groups)
-                self.held |= bool(not begins and has_gradients)
+                if not begins and (self.outstanding or any(g.params for g in self.grad_groups)):
+                    self.held = True
         if not recomputing and module not in self.running:
             self.waiting_modules.discard(module)
-            if not self.waiting_modules and context.reshards_after_forward(self):
-                self._refuse_outputs_in_parameters(output)
-                for group in self.groups:
-                    group.reshard_after_forward()
-            elif not self.waiting_modules and context.hides_after_forward(self):
-                self.show_sharded()
+            if not self.waiting_modules:
+                after = context.after_forward(self)
+                if after is AfterForward.RESHARD:
+                    self._refuse_outputs_in_parameters(output)
+                    for group in self.groups:
+                        group.reshard_after_forward()
+                elif after is AfterForward.HIDE:
+                    self.show_sharded()
         before = None
         if torch.is_grad_enabled() and not recomputing:
             before, context.ran_last = context.ran_last, self
@@ -429,10 +436,16 @@ class Unit:
                 for grads in self.grad_groups:
                     grads.order_before(streams.current(), streams)
                 self.reshard()
-            # All calls of this unit have ended, so none of its parameters gets another gradient.
-            if self.outstanding == self.open == 0 and context.scheduler.backward_running:
+            is_over = self.outstanding == 0 and (self.open == 0 or self.has_unwatched)
+            if is_over and context.scheduler.backward_running:
                 for grads in self.grad_groups:
-                    context.scheduler.close(grads)
+                    if self.has_unwatched and grads.count < len(grads.params):
+                        # The backward of another call is still to come, and only the last gradient
+                        # will tell its end.
+                        grads.waits_for_unit = False
+                    else:
+                        # All calls of this unit have ended: no parameter gets another gradient.
+                        context.scheduler.close(grads)
 
     # -- unshard and reshard
 
@@ -490,7 +503,7 @@ class Unit:
         gradients, so that torch's clipping finds them. Between micro-batches, pipeline schedules
         use the unsharded ones.
         """
-        self.outstanding = self.open = 0
+        self.outstanding, self.open, self.has_unwatched = 0, 0, False
         if self.reshard_after_backward and not is_read_again:
             self.reshard()
         elif is_read_again or is_last:
@@ -500,7 +513,7 @@ class Unit:
         """Resets the unit after a failed forward or backward, and reshards its parameters."""
         # A loss of an earlier forward may still run backward. A unit with several calls in it is
         # then reduced once per call.
-        self.outstanding = self.open = 0
+        self.outstanding, self.open, self.has_unwatched = 0, 0, False
         self.waiting_modules.clear()
         self.reshard(drop_kept=True)
 
@@ -542,6 +555,14 @@ def _tensors_with_grad(output: Any) -> list[torch.Tensor]:
 
     _apply_to_tensors(collect, output)
     return found
+
+
+class AfterForward(Enum):
+    """What becomes of a unit's parameters after its forward."""
+
+    RESHARD = auto()
+    HIDE = auto()  # keep the memory for backward; the rest of the forward sees sharded parameters
+    KEEP = auto()
 
 
 class RootContext:
@@ -742,28 +763,22 @@ class RootContext:
             following = self._order[self._position : self._position + 1]
         return unit.forward_prefetch or following
 
-    def reshards_after_forward(self, unit: Unit) -> bool:
-        """Returns whether to reshard `unit` after its forward.
+    def after_forward(self, unit: Unit) -> AfterForward:
+        """Returns what becomes of the parameters of `unit` after its forward.
 
-        By default all units are, except the root and the unit that backward begins with.
+        By default all units are resharded, except the root and the unit that backward begins with.
         """
-        is_kept = self.gather_through is not None
-        if is_kept or self.scheduler.reads_again or unit.is_called_around:
-            return False
+        is_kept = self.gather_through is not None or unit.is_called_around
         # The program has called `unshard()`, and also reads the parameters after forward.
-        if unit.held and torch.is_grad_enabled():
-            return False
-        if unit.reshard_after_forward is not None:
-            return unit.reshard_after_forward
-        return unit is not self.root and not (unit is self._stays and torch.is_grad_enabled())
-
-    def hides_after_forward(self, unit: Unit) -> bool:
-        """Returns whether `unit` keeps its unsharded memory after its forward only because backward
-        begins with it. The rest of the root's forward then finds sharded parameters.
-        """
-        is_kept = unit.held or unit.is_called_around or self.gather_through is not None
-        is_first = unit is self._stays and unit.reshard_after_forward is None
-        return is_first and unit is not self.root and not is_kept
+        is_held = unit.held and torch.is_grad_enabled()
+        if is_kept or is_held or self.scheduler.reads_again:
+            return AfterForward.KEEP
+        reshards = unit.reshard_after_forward
+        if reshards is None:
+            if unit is self._stays and unit is not self.root and torch.is_grad_enabled():
+                return AfterForward.HIDE
+            reshards = unit is not self.root
+        return AfterForward.RESHARD if reshards else AfterForward.KEEP
 
     def leave_forward(self, unit: Unit) -> None:
         """Closes the forward that `unit` opened, and drops prefetched parameters that were not
@@ -786,7 +801,7 @@ class RootContext:
                 # A skipped branch has left them unsharded, or they were prefetched for a unit that
                 # did not run.
                 if group.is_filled or group.in_flight is not None:
-                    if self.reshards_after_forward(each):
+                    if self.after_forward(each) is AfterForward.RESHARD:
                         group.reshard_after_forward()
                     if not is_kept:
                         group.cancel_unshard()

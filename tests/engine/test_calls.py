@@ -5,6 +5,7 @@ returns.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tests.support.parity import (
     train_squares,
 )
 from tests.support.ranks import on_ranks
+from tests.support.traps import Trap
 
 # -- what goes in and comes out
 
@@ -76,6 +78,25 @@ def test_backward_finds_the_weights_of_a_unit_whatever_it_returns(
     torch.manual_seed(0)
     model = Layers(give)
     engine.shard(model.a, model.b, model, reshard_after_forward=True)
+    return train_squares(engine, model, 5)
+
+
+class Forgiving(nn.Linear):
+    """Calls itself, and goes on if that fails."""
+
+    def forward(self, x: Tensor, *, fails: bool = False) -> Tensor:
+        if fails:
+            raise Trap
+        with suppress(Trap):
+            self(x, fails=True)
+        return super().forward(x)
+
+
+@on_ranks(2)
+@as_unsharded
+def test_a_forward_goes_on_after_a_call_of_its_own_module_has_failed(engine: Engine) -> Tensors:
+    torch.manual_seed(0)
+    model = engine.shard(Forgiving(5, 3))
     return train_squares(engine, model, 5)
 
 

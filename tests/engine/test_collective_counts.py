@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from tests.support.parity import (
     FSDP2,
     SHARDGRAD,
+    WIDTH,
     Engine,
     Tensors,
     assert_same_bits,
@@ -25,7 +27,7 @@ from tests.support.parity import (
     tower,
     watching_collectives,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 GATHERS, REDUCTIONS = "FSDP::all_gather", "FSDP::post_backward_reduce"
 Switch = Callable[[Any, bool], None]
@@ -126,3 +128,20 @@ def test_micro_batches_communicate_no_more_often_than_under_fsdp2(
 ) -> None:
     """Four ranks are two replicas."""
     worlds[ranks].renewed().run(as_often_as_fsdp2, switch, ranks // 2, reshard, gathers)
+
+
+def reductions_of_three_calls(engine: Engine, *, to_inputs: bool) -> int:
+    layer = nn.Linear(WIDTH, WIDTH)
+    model = nn.Sequential(layer, layer, layer, nn.Linear(WIDTH, 1))
+    engine.shard(layer, model)
+    loss = model(torch.ones(2, WIDTH, requires_grad=to_inputs)).sum()
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        loss.backward()
+    return sum(event.name.startswith(REDUCTIONS) for event in profiled.events())
+
+
+@pytest.mark.parametrize("to_inputs", [False, True])
+@on_ranks(2)
+def test_a_unit_that_is_called_three_times_is_reduced_once(*, to_inputs: bool) -> None:
+    for engine in (SHARDGRAD, FSDP2):
+        assert reductions_of_three_calls(engine, to_inputs=to_inputs) == 2
