@@ -29,9 +29,8 @@ _WRAPPERS = {
 
 
 def calls_of_thread(thread: int) -> Sequence[FrameSummary]:
-    """Returns the calls on the stack of the thread with this identifier, innermost first; none if
-    it has ended. The local variables of a call that returns meanwhile stay alive until this
-    function returns.
+    """Returns the calls of the thread with this identifier, innermost first; none if it has ended.
+    The local variables of a call that returns meanwhile stay alive until this function returns.
     """
     # Until 3.11.9, CPython may collect garbage while it holds the lock, and a finalizer that needs
     # the lock waits for ever (https://github.com/python/cpython/issues/106883).
