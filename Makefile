@@ -1,8 +1,8 @@
 # Every target works from a fresh clone: it sets up .venv itself, and again when what .venv was made
 # from changes.
 #
-#   make train ARGS="--help"      make test ARGS="-k pack"      make test-cuda drills mutants lint types docs bench
-#   make figures wheels clean
+#   make train ARGS="--help"      make test ARGS="-k pack"      make test-cuda drills mutants
+#   make lint types docs bench figures wheels clean
 #   make test-torch test-cuda VERSION=2.15.0
 
 SHELL := /bin/bash
@@ -84,7 +84,9 @@ bench: .venv/installed
 FIGURES := benchmarks/results/figures
 QUIET := for i in {1..120}; do awk '{exit $$1 > 0.5}' /proc/loadavg && break; sleep 5; done
 figures: .venv/installed .venv-cuda/ready
-	@[[ -z "$$(git status --porcelain)" ]] || { echo "make figures: a figure names a commit, and the tree has changes: commit them, or put them away with git stash --include-untracked" >&2; exit 1; }
+	@[[ -z "$$(git status --porcelain)" ]] || { \
+		echo "make figures: a figure names a commit, and the tree has changes: commit them, or" \
+			"put them away with git stash --include-untracked" >&2; exit 1; }
 	rm -rf $(FIGURES)
 	$(QUIET); .venv/bin/python -m benchmarks --out $(FIGURES) \
 		training_step --preset tiny --preset small --ranks 2 --ranks 4 --batch-size 4 --seq-len 64 \
@@ -107,7 +109,10 @@ clean:
 
 .PHONY: python
 python:
-	@[[ -n "$(PYTHON)" ]] || { echo "shardgrad needs Python 3.11, 3.12 or 3.13 with its venv module, and there is none on PATH: install one, or name it as in: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@[[ -n "$(PYTHON)" ]] || { \
+		echo "shardgrad needs Python 3.11, 3.12 or 3.13 with its venv module, and there is none" \
+			"on PATH: install one, or name it as in: make PYTHON=/path/to/python3.11" >&2; \
+		exit 1; }
 
 # Torch first and alone: building the ops needs it, so the project is installed without build
 # isolation.

@@ -12,6 +12,7 @@ head=$(getent ahostsv4 "$HEAD" | awk 'NR == 1 { print $1 }' || true)
 # torchrun's store keeps the addresses of previous ranks, for which new ranks would wait forever.
 # With this variable, each start creates a new store on its first rank.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+waits="last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=3"
 
 exec "${PYTHON:-python}" -m torch.distributed.run \
   --nnodes "${NODES:-1:2}" \
@@ -20,6 +21,6 @@ exec "${PYTHON:-python}" -m torch.distributed.run \
   --rdzv-backend c10d \
   --rdzv-endpoint "$HEAD:${PORT:-29400}" \
   --rdzv-id "${RUN:-shardgrad}" \
-  --rdzv-conf "is_host=${IS_HOST:-$is_host},last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=3" \
+  --rdzv-conf "is_host=${IS_HOST:-$is_host},$waits" \
   --max-restarts 100 \
   "$(dirname "$0")/train.py" --folder "$FOLDER" "$@"
