@@ -141,19 +141,16 @@ class _Enrolment:
         return grads not in self._in_parts
 
     def refuse_late(self, grads: GradGroup) -> None:
-        """Refuses gradients that arrive after their group was reduced, from a checkpoint or from a
-        call that ran without gradients.
-        """
+        """Refuses gradients that arrive after their group was reduced, from a checkpoint."""
         if grads.is_reduced:
             raise ParticipationError(
                 f"unit {grads.group.name or 'root'!r} got more gradients after its reduction: a "
                 "reentrant checkpoint contains modules that the same forward also runs outside of "
-                "it, or a call has inputs that are hidden in an object",
+                "it",
                 expected="one reduction, since other ranks do not join a second one",
                 got=f"{grads.count} late gradients",
                 where=f"rank {dist.get_rank()}",
-                fix="checkpoint(..., use_reentrant=False); or pass inputs as tensors, or lists "
-                "and dictionaries of them",
+                fix="checkpoint(..., use_reentrant=False)",
             )
 
     def begin(self) -> list[GradGroup]:

@@ -108,10 +108,10 @@ def require_own_shards(tensors: Iterable[tuple[str, Any]]) -> None:
     Raises:
         ForeignParameterError: a shard of another rank was found.
     """
-    own = dist.get_rank()
     for name, tensor in tensors:
         if not isinstance(tensor, DTensor) or not any(p.is_shard() for p in tensor.placements):
             continue
+        own = dist.get_rank()
         coordinate = tensor.device_mesh.get_coordinate()
         saved_by = own if coordinate is None else int(tensor.device_mesh.mesh[tuple(coordinate)])
         if saved_by != own:

@@ -208,10 +208,11 @@ class Hidden(nn.Module):
         return self.layer(Box(torch.tanh(x)))
 
 
+@pytest.mark.parametrize("recomputes", [True, False])
 @on_ranks(2)
-def test_a_unit_that_sees_no_inputs_waits_for_a_checkpoint_that_calls_it_too() -> None:
+def test_a_unit_that_sees_no_inputs_waits_for_another_call_of_it(*, recomputes: bool) -> None:
     torch.manual_seed(0)
-    whole = nn.Sequential(nn.Linear(5, 5), Hidden(recomputes=True))
+    whole = nn.Sequential(nn.Linear(5, 5), Hidden(recomputes=recomputes))
     model = deepcopy(whole)
     SHARDGRAD.shard(model[1].layer, model)
     with shardgrad.participate(model):
@@ -220,16 +221,12 @@ def test_a_unit_that_sees_no_inputs_waits_for_a_checkpoint_that_calls_it_too() -
     have_mean_gradients(model, whole, 0)
 
 
-@pytest.mark.parametrize("by", ["a checkpoint", "a call"])
 @on_ranks(2)
-def test_gradients_that_come_after_their_reduction_are_refused(by: str) -> None:
+def test_gradients_that_come_after_their_reduction_are_refused() -> None:
     torch.manual_seed(0)
-    if by == "a checkpoint":
-        whole = nn.Sequential(Boxes(5, 5), Repeated("rn"))
-    else:
-        whole = nn.Sequential(nn.Linear(5, 5), Hidden(recomputes=False))
+    whole = nn.Sequential(Boxes(5, 5), Repeated("rn"))
     model = deepcopy(whole)
-    SHARDGRAD.shard(model[1] if by == "a checkpoint" else model[1].layer, model)
+    SHARDGRAD.shard(model[1], model)
     refusal = pytest.raises(ParticipationError, match=r"(?s)unit '1.*use_reentrant=False")
     with refusal if dist.get_rank() == 0 else nullcontext(), shardgrad.participate(model):
         if dist.get_rank() == 0:

@@ -178,7 +178,7 @@ def after(page: str, number: int, names: dict[str, Any]) -> None:
         names["step"]()  # between steps, parameters are sharded
         names["Average"](names["model"]).update()
     elif page == "migrate_to_graphed_step" and number == 1:
-        (padded, targets), _ = names["to_a_multiple_of_128"](tokens(), tokens())
+        padded, targets = names["to_a_multiple_of_128"](tokens(), tokens())
         assert padded.shape == targets.shape == (2, 128)
 
 
