@@ -201,6 +201,14 @@ def kept_copies_follow_a_load(folder: str, **options: Any) -> None:
     assert torch.equal(model(x), saved)
 
 
+@on_ranks(2)
+def test_a_part_that_one_rank_alone_has_is_loaded_by_it_alone(tmp_path: Path) -> None:
+    name, value = f"stage_{dist.get_rank()}", torch.full((3,), 1.0 + dist.get_rank())
+    checkpoint.save({name: value}, tmp_path / "saved")
+    loaded = checkpoint.load({name: torch.zeros(3)}, tmp_path / "saved")
+    assert torch.equal(loaded[name], value)
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3, "hfsdp"])
 def test_the_first_forward_after_a_load_computes_with_what_was_loaded(
     two_ranks: Ranks, tmp_path: Path, stage: int | str

@@ -185,3 +185,16 @@ def test_sharding_over_both_axes_trains_bit_for_bit_like_hsdp(
         dist.all_reduce(share)
         assert share.item() == pytest.approx(copies)
     assert_same_bits(ours, theirs)
+
+
+@on_ranks(4)
+def test_after_a_reshard_both_axes_read_the_shards_again() -> None:
+    """Also if they were written past the versions that torch counts."""
+    model = shardgrad.fully_shard(nn.Linear(8, 8), mesh=hsdp_mesh(2, 2), zero_stage="hfsdp")
+    inputs = torch.ones(1, 8)
+    with torch.no_grad():
+        assert model(inputs).any()
+        for param in model.parameters():
+            param.data.zero_()
+        model.reshard()
+        assert not model(inputs).any()
