@@ -218,6 +218,9 @@ def test_retention_keeps_the_newest_and_the_one_named_latest(tmp_path: Path) -> 
     (tmp_path / "latest").write_text("step_999999")
     series.recover()
     assert [path.name for path in series.complete()] == ["step_999999"]
+    for path in map(series.path_of, (1_000_000, 7)):  # a run may go back
+        checkpoint.save(small(1), path, then=lambda path=path: series.publish(path))
+    assert [path.name for path in series.complete()] == ["step_000007", "step_1000000"]
     with pytest.raises(OptionError, match="newest checkpoint is always kept"):
         checkpoint.Series(tmp_path, keep=0)
 
