@@ -14,6 +14,7 @@ from tests.support.parity import (
     SHARDGRAD,
     hsdp_mesh,
     stack,
+    token_loss,
     tower,
     train,
 )
@@ -32,6 +33,9 @@ def test_the_root_owns_a_parameter_that_two_of_its_units_share() -> None:
     assert "embedding.weight" not in names
     train(SHARDGRAD, model, steps=1)
     assert model.embedding.weight is model.head.weight
+    token_loss(model, SHARDGRAD.tokens(1))  # leaves the root unsharded
+    assert not isinstance(model.head.weight, DTensor)
+    assert isinstance(model.head.state_dict()["weight"], DTensor)
 
 
 @on_ranks(2)
