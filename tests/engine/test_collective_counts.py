@@ -49,6 +49,13 @@ def no_all_reduce(model: Any, last: bool) -> None:
     model.set_requires_all_reduce(last)
 
 
+def no_all_reduce_until_all_is_synced(model: Any, last: bool) -> None:
+    if last:
+        model.set_requires_gradient_sync(True)
+    else:
+        model.set_requires_all_reduce(False)
+
+
 def no_all_reduce_of_the_root(model: Any, last: bool) -> None:
     model.set_requires_all_reduce(last, recurse=False)
 
@@ -107,7 +114,12 @@ SWITCHES = [
     (kept_after_backward, 15),
     (root_kept_after_backward, 19),
 ]
-OF_REPLICAS = [*SWITCHES, (no_all_reduce, 20), (no_all_reduce_of_the_root, 20)]
+OF_REPLICAS = [
+    *SWITCHES,
+    (no_all_reduce, 20),
+    (no_all_reduce_until_all_is_synced, 20),
+    (no_all_reduce_of_the_root, 20),
+]
 
 
 @pytest.mark.parametrize(
