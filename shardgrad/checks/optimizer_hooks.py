@@ -66,7 +66,7 @@ class _Watched:
     state_id: int = 0
     concerns_unit: bool = False
     is_checked: bool = False
-    compare: Callable[[], bool] | None = None
+    compare: Callable[[Optimizer], bool] | None = None
     has_warned: bool = False
 
 
@@ -121,7 +121,7 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if group is not None:
             group.steps_taken += 1
     if watched.compare is not None:
-        watched.is_checked = watched.compare()
+        watched.is_checked = watched.compare(optimizer)
         watched.compare = None
 
 

@@ -58,12 +58,13 @@ def concerns_unit(param: torch.Tensor) -> bool:
     return fsdp_param_of(param) is not None or is_replaced(param)
 
 
-def check_first_step(optimizer: Optimizer) -> Callable[[], bool]:
+def check_first_step(optimizer: Optimizer) -> Callable[[Optimizer], bool]:
     """Refuses parameters that a first step could not train, and takes samples. Called before it.
 
     Returns:
-        What to call after the step. It compares, warns of parameters that did not change, and
-        returns False after a step that changes nothing on purpose, so that the next one counts.
+        What to call with the optimizer after the step. It compares, warns of parameters that did
+        not change, and returns False after a step that changes nothing on purpose, so that the next
+        one counts. It holds the parameters, but not the optimizer, which a failed step may leave.
 
     Raises:
         OptimizerParameterError: the optimizer has unsharded parameters, whose memory is freed, or
@@ -107,7 +108,7 @@ def check_first_step(optimizer: Optimizer) -> Callable[[], bool]:
         elif param.requires_grad:
             without.append(managed)
 
-    def compare() -> bool:
+    def compare(optimizer: Optimizer) -> bool:
         unchanged = []
         if samples:
             sizes = torch.stack([size for *_, size in samples])
@@ -155,11 +156,11 @@ def _sample_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def _is_skipped(optimizer: Optimizer) -> bool:
     """Returns whether loss scaling or clipping has found gradients that are not finite."""
-    verdicts = [getattr(optimizer, "found_inf", None)]
+    verdicts = {getattr(optimizer, "found_inf", None)}
     for param in params_of(optimizer):
         managed = managed_by(param)
         if managed is not None and (shard := grads_of(group_of(managed)).shard):
-            verdicts.append(shard.nonfinite)
+            verdicts.add(shard.nonfinite)
     return any(bool(verdict.item()) for verdict in verdicts if verdict is not None)
 
 

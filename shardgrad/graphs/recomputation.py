@@ -14,6 +14,7 @@ do what torch's do.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -67,7 +68,8 @@ class Redraws:
         if self._pool.device.type != "cuda":
             yield
             return
-        _replace_functions()
+        with _lock:  # threads may make their first calls at the same time
+            _replace_functions()
         # The key is the stream, since regions are recomputed on autograd's threads, where this
         # stream is current, too.
         stream: Any = self._pool.stream
@@ -140,6 +142,7 @@ class _Saved(list[int]):
 
 # The redraws of the calls that are running, by the stream of their pool.
 _on_streams: dict[torch.Stream, Redraws] = {}
+_lock = threading.Lock()
 
 
 @functools.cache

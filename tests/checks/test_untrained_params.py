@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from itertools import product
 from typing import Any
 
@@ -55,6 +57,20 @@ def gradients_of_a_closure_only_where_they_are_missing() -> None:
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     (text,) = said(lambda: optim.step(lambda: backward(model)))
     assert "had none: unused.weight, unused.bias. " in text
+
+
+def nothing_of_a_step_that_failed_and_was_given_up() -> None:
+    model, optim = ready(kind=torch.optim.SGD)
+    left = weakref.ref(optim)
+
+    def fails() -> float:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        optim.step(fails)
+    del model, optim
+    gc.collect()
+    assert left() is None
 
 
 def steps_that_vanish() -> None:
@@ -152,6 +168,7 @@ def a_skipped_step_is_waited_for() -> None:
     "case",
     [
         the_wrong_attribute,
+        nothing_of_a_step_that_failed_and_was_given_up,
         steps_that_vanish,
         gradients_that_are_missing,
         gradients_of_a_closure_only_where_they_are_missing,
