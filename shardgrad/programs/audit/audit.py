@@ -199,6 +199,8 @@ def _rank(rank: int, target: str, world: int, folder: str, engine: bool) -> None
         world_size=world,
         timeout=timedelta(seconds=_TIMEOUT_S),
     )
+    # A program without collectives may end here before another rank has connected to it.
+    dist.all_reduce(torch.zeros(1))
     for name in ("init_process_group", "destroy_process_group"):
         setattr(dist, name, _done)  # a script's own calls: the group is there until the end
     if not engine:
