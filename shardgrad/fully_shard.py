@@ -32,7 +32,7 @@ from shardgrad.engine.collect import (
 )
 from shardgrad.engine.comm_context import SecondStep
 from shardgrad.engine.lazy_init import lazy_init
-from shardgrad.engine.param import CLAIM, FSDPParam, is_extension, is_replaced, mark_sharded
+from shardgrad.engine.param import CLAIM, FSDPParam, is_extension, is_replaced, mark, unmark
 from shardgrad.engine.param_group import AllGather, GroupSpec, ParamGroup
 from shardgrad.engine.tracing import NOTHING
 from shardgrad.engine.unit import UNIT, Unit, unit_of
@@ -43,7 +43,7 @@ from shardgrad.policies import REDUCES_IN_GRAD_DTYPE, GradientPolicy, ParamDtype
 from shardgrad.sharding.dtensor import require_own_shards, require_shards
 from shardgrad.sharding.mesh import DataParallelMesh, default_mesh
 from shardgrad.sharding.offload import ShardMemory
-from shardgrad.sharding.param_sharding import Place, places_of
+from shardgrad.sharding.param_sharding import ParamSharding, shardings_of
 from shardgrad.sharding.shardable import require_one_device, travels_as_bytes
 from shardgrad.sharding.zero_stage import Stage
 
@@ -128,17 +128,16 @@ def fully_shard(
     names = {param: name for param, (name, _) in collected.items()}
     require_one_device(names, data_mesh)
     refuse_two_levels(names, stage)
-    places = places_of(names, data_mesh, shard_placement_fn)
-    dtypes, mp_policy = _dtypes(names, places, mp_policy, gradient_policy)
-    refuse_combinations(names, places, dtypes, reshard_after_forward, stage)
+    shardings = shardings_of(names, data_mesh, shard_placement_fn)
+    dtypes, mp_policy = _dtypes(names, shardings, mp_policy, gradient_policy)
+    refuse_combinations(names, shardings, dtypes, reshard_after_forward, stage)
     refuse_hooks(names.items())
     flag, _ = _reshard_plan(reshard_after_forward, data_mesh)
     # What these share travels in one collective.
     together: dict[tuple[torch.dtype, DataParallelMesh, bool, ParamDtypes], list[FSDPParam]] = {}
     for original, (name, owners) in collected.items():
-        place = places[original]
-        p = FSDPParam(name, owners, original, place.sharding)
-        kind = original.dtype, place.mesh, is_extension(original), dtypes[original]
+        p = FSDPParam(name, owners, original, shardings[original])
+        kind = original.dtype, p.sharding.data_mesh, is_extension(original), dtypes[original]
         together.setdefault(kind, []).append(p)
     originals = [(p.sharded, p) for params in together.values() for p in params]
     groups = []
@@ -153,7 +152,6 @@ def fully_shard(
             all_gather=_all_gather(stage, memory),
             second_step=_second_step(group_mesh, of_params.gradient_policy.wire_dtype),
             mesh_after_forward=smaller,
-            regroup=_regroup,
         )
         groups.append(_group(params, spec))
     unit = Unit(modules, groups, data_mesh, mp_policy, flag, lazy_init)
@@ -167,8 +165,20 @@ def fully_shard(
 
 
 def _accept(units: Sequence[Unit]) -> None:
-    """At lazy init, refuses units that share parameters or whose weights differ between ranks."""
+    """At lazy init, refuses units that share parameters, parameters that have changed so that their
+    group no longer fits, and weights that differ between ranks.
+    """
     refuse_unresolved_ties(units)
+    for group in (group for unit in units for group in unit.groups):
+        sharded = [p.sharded for p in group.params]
+        if any(map(is_extension, sharded)):
+            from shardgrad.engine.replaced_params import refuse_late_extensions
+
+            refuse_late_extensions(group, sharded)
+        if REDUCES_IN_GRAD_DTYPE:
+            from shardgrad.features.param_dtypes import refuse_late_grad_dtypes
+
+            refuse_late_grad_dtypes(group)
     if dist.get_world_size() > 1:
         from shardgrad.checks.same_weights import compare_weights
 
@@ -180,7 +190,7 @@ def _accept(units: Sequence[Unit]) -> None:
 
 def _dtypes(
     names: Mapping[nn.Parameter, str],
-    places: Mapping[nn.Parameter, Place],
+    shardings: Mapping[nn.Parameter, ParamSharding],
     mp_policy: MixedPrecisionPolicy,
     gradient_policy: GradientPolicy,
 ) -> tuple[dict[nn.Parameter, ParamDtypes], MixedPrecisionPolicy]:
@@ -189,7 +199,9 @@ def _dtypes(
         return dict.fromkeys(names, ParamDtypes(mp_policy, gradient_policy)), mp_policy
     from shardgrad.features.param_dtypes import dtypes_of, without_override
 
-    dtypes = dtypes_of(names, lambda p: (p.dtype, places[p].mesh), mp_policy, gradient_policy)
+    dtypes = dtypes_of(
+        names, lambda p: (p.dtype, shardings[p].data_mesh), mp_policy, gradient_policy
+    )
     return dtypes, without_override(mp_policy)
 
 
@@ -247,19 +259,6 @@ def _group(params: list[FSDPParam], spec: GroupSpec) -> ParamGroup:
 
         keep_grad_dtypes(group)
     return group
-
-
-def _regroup(group: ParamGroup) -> Callable[[], list[ParamGroup]] | None:
-    """At lazy init, refuses late changes of `grad_dtype`, and regroups new tensor extensions."""
-    if REDUCES_IN_GRAD_DTYPE:
-        from shardgrad.features.param_dtypes import refuse_late_grad_dtypes
-
-        refuse_late_grad_dtypes(group)
-    if not any(is_extension(param) for p in group.params for param in p.registered()):
-        return None
-    from shardgrad.features.tensor_extensions import regroup
-
-    return regroup(group)
 
 
 def _all_gather(stage: Stage, memory: ShardMemory) -> type[AllGather]:
@@ -343,7 +342,7 @@ def _commit(
     for original, p in originals:
         original.__dict__[CLAIM] = Claim(unit, p)
         p.sharded.__dict__.pop(CLAIM, None)  # copied, if an inner unit had claimed the original
-        mark_sharded(p)
+        mark(p.sharded, p)
         p.register(p.sharded)
     # Buffers are moved to the device but not sharded: running statistics differ between ranks.
     for module in managed:
@@ -360,6 +359,8 @@ def _take_inherited(params: Iterable[nn.Parameter]) -> None:
     """Removes from inner units the parameters that their common ancestor owns now."""
     claims: list[Claim] = [p.__dict__[CLAIM] for p in params if is_replaced(p)]
     taken = [claim.managed for claim in claims]
+    for p in taken:
+        unmark(p)
     for inner in dict.fromkeys(claim.unit for claim in claims):
         smaller = [group.without(taken) for group in inner.groups]
         inner.set_groups([group for group in smaller if group is not None])

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from shardgrad.engine.param import is_extension
 from shardgrad.errors import OptionError, OptionTypeError, UnsupportedParameterError, unsupported
 from shardgrad.policies import GradientPolicy, ParamDtypes, SleepPolicy
-from shardgrad.sharding.param_sharding import Place
+from shardgrad.sharding.param_sharding import ParamSharding
 from shardgrad.sharding.shardable import travels_as_bytes
 from shardgrad.sharding.zero_stage import Stage
 
@@ -98,7 +98,7 @@ def refuse_wrong_types(
 
 def refuse_combinations(
     names: Mapping[nn.Parameter, str],
-    places: Mapping[nn.Parameter, Place],
+    shardings: Mapping[nn.Parameter, ParamSharding],
     dtypes: Mapping[nn.Parameter, ParamDtypes],
     reshard_after_forward: bool | int | None,
     stage: Stage,
@@ -110,15 +110,15 @@ def refuse_combinations(
         UnsupportedParameterError: a float8 parameter would be cast.
     """
     is_int = isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool)
-    for param, place in places.items():
+    for param, sharding in shardings.items():
         name = names[param]
-        if stage.over_both_axes and (place.sharding.dim or place.mesh.levels is None):
-            what = f"dim {place.sharding.dim}" if place.sharding.dim else "a separate mesh"
+        if stage.over_both_axes and (sharding.dim or sharding.data_mesh.levels is None):
+            what = f"dim {sharding.dim}" if sharding.dim else "a separate mesh"
             raise unsupported(
                 f'zero_stage="hfsdp" for {name}, which is sharded on {what}',
                 instead="zero_stage=3",
             )
-        if is_int and place.sharding.came_as_dtensor:
+        if is_int and sharding.came_as_dtensor:
             raise unsupported(
                 f"reshard_after_forward as an int for {name}, which is a DTensor already",
                 instead="reshard_after_forward=True or False",

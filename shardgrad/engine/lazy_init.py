@@ -19,7 +19,6 @@ def lazy_init(unit: Unit) -> RootContext:
 
     Raises:
         RootError: the unit has several modules, so none is the root.
-        UnsupportedError: a parameter can no longer be sent as `fully_shard` found it.
         RankDisagreementError: ranks built different models. `Unit.accept` may raise further errors.
     """
     if unit.context is not None:
@@ -35,7 +34,6 @@ def lazy_init(unit: Unit) -> RootContext:
     units = units_under(root_module) if len(unit.modules) == 1 else [unit]
     # Names first, since the errors below contain them.
     _name_everything(root_module, units)
-    _regroup(units)
     require_same_model(units)
     unit.accept(units)
     partner = unit.partner
@@ -63,16 +61,3 @@ def _name_everything(root_module: nn.Module, units: list[Unit]) -> None:
             for p in group.params:
                 module, attribute = p.owners[0]
                 p.name = ".".join(filter(None, (names.get(module), attribute)))
-
-
-def _regroup(units: list[Unit]) -> None:
-    """Splits groups whose parameters can no longer share a collective; see `GroupSpec.regroup`."""
-    # Check all groups before changing any.
-    splits = [
-        (unit, [(group, group.spec.regroup(group)) for group in unit.groups]) for unit in units
-    ]
-    for unit, groups in splits:
-        if any(split is not None for _, split in groups):
-            unit.set_groups(
-                [part for group, split in groups for part in (split() if split else [group])]
-            )

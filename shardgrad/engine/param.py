@@ -24,9 +24,9 @@ __all__ = [
     "is_unsharded_param",
     "local_of",
     "managed_by",
-    "mark_sharded",
-    "mark_unsharded",
+    "mark",
     "replaced_by",
+    "unmark",
 ]
 
 # Set on an original parameter once a unit has taken it, for modules that still register it.
@@ -88,14 +88,14 @@ class FSDPParam:
         return self.unsharded
 
 
-def mark_sharded(p: FSDPParam) -> None:
-    """Makes `managed_by` find a sharded parameter."""
-    _known[id(p.sharded)] = p
-
-
-def mark_unsharded(param: nn.Parameter, p: FSDPParam) -> None:
-    """Makes `fsdp_param_of` find an unsharded parameter, or one over fewer ranks."""
+def mark(param: nn.Parameter, p: FSDPParam) -> None:
+    """Makes `fsdp_param_of` find `p` for its parameter in one of its states."""
     _known[id(param)] = p
+
+
+def unmark(p: FSDPParam) -> None:
+    """Makes `managed_by` return None for the parameter of `p`, which an outer unit takes."""
+    del _known[id(p.sharded)]
 
 
 def managed_by(param: torch.Tensor) -> FSDPParam | None:

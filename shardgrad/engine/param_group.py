@@ -29,7 +29,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from itertools import chain, repeat
+from itertools import chain
 from operator import attrgetter, is_, is_not
 from typing import ClassVar
 
@@ -44,7 +44,7 @@ from torch.distributed.tensor import DTensor
 from shardgrad import ops
 from shardgrad.engine.buffers import Chunks, PieceSize, RecurringMemory
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext, SecondStep
-from shardgrad.engine.param import FSDPParam, local_of, mark_sharded, mark_unsharded
+from shardgrad.engine.param import FSDPParam, local_of, mark
 from shardgrad.engine.streams import Stream, StreamEvent, Streams, keep_for_current_stream
 from shardgrad.engine.tracing import NOTHING, span
 from shardgrad.engine.transports import MessageTag, Work
@@ -280,7 +280,7 @@ class UnshardedParams(RecurringMemory):
                 unsharded = p.sharding.unsharded_tensor(from_bytes(view, p.sharded.dtype).data)
                 # Created once: autograd graphs and hooks keep references to these objects.
                 p.unsharded = nn.Parameter(unsharded, requires_grad=p.sharded.requires_grad)
-                mark_unsharded(p.unsharded, p)
+                mark(p.unsharded, p)
 
     def fill(self, gathered: torch.Tensor, gather: AllGather) -> None:
         """Copies the parameters out of the gathered chunks (1-D, all ranks side by side).
@@ -314,8 +314,6 @@ class GroupSpec:
         stage: what each rank keeps unsharded.
         second_step: creates the step after the reduce-scatter; None without a second mesh axis.
         mesh_after_forward: the neighbouring ranks that an int `reshard_after_forward` reshards to.
-        regroup: called at lazy init, before any change. Returns None, or a function that returns
-            the groups to replace this one.
     """
 
     mesh: DataParallelMesh
@@ -326,15 +324,13 @@ class GroupSpec:
     all_gather: type[AllGather] = AllGather
     second_step: Callable[[], SecondStep] | None = None
     mesh_after_forward: DataParallelMesh | None = None
-    regroup: Callable[[ParamGroup], Callable[[], list[ParamGroup]] | None] = lambda group: None
 
 
 class Registration:
     """What modules register for sharded parameters, as the engine left it.
 
-    Used to detect changes of the objects, their memory, and whether they are tensor extensions. It
-    is compared at every forward and replay, and changed by every unshard and reshard, so the loops
-    run in C.
+    Used to detect changes of the objects and their memory. It is compared at every forward and
+    replay, and changed by every unshard and reshard, so the loops run in C.
     """
 
     def __init__(self, params: Iterable[FSDPParam]) -> None:
@@ -343,10 +339,7 @@ class Registration:
         self._managed: list[FSDPParam] = []
         self._params: list[nn.Parameter] = []
         self._locals: list[torch.Tensor | None] = []
-        self._pieces: list[torch.Tensor | None] = []  # views of flat shards
         for p in params:
-            if group_of(p).is_flat:
-                self._pieces.append(p.expected_local)
             for module, attribute in p.owners:
                 self._registers.append(module._parameters)
                 self._attributes.append(attribute)
@@ -357,12 +350,6 @@ class Registration:
 
     def holds(self) -> bool:
         """Returns whether modules register these parameters, with unchanged data and memory."""
-        return self.is_in_place() and not any(
-            map(hasattr, self._pieces, repeat("fsdp_pre_all_gather"))
-        )
-
-    def is_in_place(self) -> bool:
-        """As `holds`, but does not look for tensor extensions, which a replay does not run."""
         registered = map(dict.get, self._registers, self._attributes)
         with DisableTorchFunctionSubclass():  # DTensors answer twice as fast
             return all(map(is_, registered, self._params)) and all(
@@ -462,11 +449,6 @@ class ParamGroup:
         self._gather = None
 
     # -- the shard
-
-    @property
-    def is_in_use(self) -> bool:
-        """True once ranks have agreed on the group. Its parameters are fixed from then on."""
-        return bool(self.name)
 
     @property
     def where(self) -> str:
@@ -645,7 +627,7 @@ class ParamGroup:
             p.sharded = new
             p.alias(view)
             p.register(new)
-            mark_sharded(p)
+            mark(new, p)
         self._note_params()
 
     def memory(self) -> Iterator[tuple[str, torch.UntypedStorage]]:

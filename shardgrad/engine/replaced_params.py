@@ -30,17 +30,16 @@ from shardgrad.errors import (
     listed,
 )
 
-__all__ = ["adopt", "adopt_given", "kept_places", "require_data"]
+__all__ = ["adopt", "adopt_given", "kept_places", "refuse_late_extensions", "require_data"]
 
 
 def adopt(group: ParamGroup) -> None:
     """Takes over the parameters that a sharded group's modules now register.
 
-    Adopts nothing while a parameter is on the meta device, or before a first forward that regroups.
+    Adopts nothing while a parameter is on the meta device.
 
     Raises:
-        ExtensionError: a parameter of a flat shard got all-gather extensions after the first
-            forward.
+        ExtensionError: a parameter of a flat shard was replaced by one with all-gather extensions.
         ForeignParameterError: a replacement is sharded differently, dtypes are mixed, or `data` was
             replaced. Nothing has changed.
         TiedParameterError: a replacement is the parameter of another place, which keeps it.
@@ -54,21 +53,7 @@ def adopt(group: ParamGroup) -> None:
     _refuse_replaced_data(group)
     views = group.local_views()
     shown = [_shown(p, view.shape, group) for p, view in zip(group.params, views, strict=True)]
-    if group.is_flat and any(map(is_extension, shown)):
-        if group.is_in_use:
-            names = [
-                p.name for p, param in zip(group.params, shown, strict=True) if is_extension(param)
-            ]
-            raise ExtensionError(
-                f"{', '.join(names)} got fsdp_pre_all_gather or fsdp_post_all_gather after the "
-                "first forward",
-                expected="both methods on the local tensor before the root's first forward, or "
-                "neither",
-                got="a parameter that is already part of a flat shard",
-                where=group.where,
-                fix="add the methods after to_empty() or loading, and before the first forward",
-            )
-        return
+    refuse_late_extensions(group, shown)
     if any(param.device.type == "meta" for param in shown):
         return  # half loaded; `require_data` names the rest if a forward runs too early
     # Make all checks before copying the first value.
@@ -96,6 +81,20 @@ def require_data(group: ParamGroup) -> None:
             got=f"{len(names)} on meta",
             where=group.where,
             fix="model.to_empty(device=...) and initialize, or load_state_dict(..., assign=True)",
+        )
+
+
+def refuse_late_extensions(group: ParamGroup, params: Iterable[nn.Parameter]) -> None:
+    """Refuses parameters with all-gather extensions in a flat shard, which would not call them."""
+    late = [p.name for p, param in zip(group.params, params, strict=True) if is_extension(param)]
+    if group.is_flat and late:
+        raise ExtensionError(
+            f"{listed(late)} got fsdp_pre_all_gather or fsdp_post_all_gather after fully_shard",
+            expected="parameters that have both methods before fully_shard, or never",
+            got="methods on a parameter that is part of a flat shard",
+            where=group.where,
+            fix="give the parameters their tensor subclass before fully_shard, on the meta device "
+            "if they are loaded later",
         )
 
 

@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 
 from shardgrad.engine.buffers import RecurringMemory
 from shardgrad.engine.comm_context import CommContext
-from shardgrad.engine.param import FSDPParam, mark_unsharded
+from shardgrad.engine.param import FSDPParam, mark
 from shardgrad.engine.param_group import (
     AllGather,
     ParamGroup,
@@ -74,7 +74,7 @@ class PostForwardGather(AllGather):
                     sharding = sharding_of(unsharded, p.name, self.mesh, p.sharding.dim)
                     local = sharding.sharded_dtensor(view)
                     p.post_forward = nn.Parameter(local, requires_grad=p.sharded.requires_grad)
-                    mark_unsharded(p.post_forward, p)
+                    mark(p.post_forward, p)
                 p.post_forward.requires_grad_(p.sharded.requires_grad)
             p.register(p.post_forward)
         self._trained = [p.sharded.requires_grad for p in self.params]

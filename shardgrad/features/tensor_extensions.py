@@ -20,9 +20,8 @@ torch/distributed/fsdp/_fully_shard/_fsdp_param.py.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardgrad.engine.buffers import RecurringMemory
 from shardgrad.engine.comm_context import CommContext
-from shardgrad.engine.param import FSDPParam, is_extension, local_of, mark_sharded, mark_unsharded
+from shardgrad.engine.param import FSDPParam, local_of, mark
 from shardgrad.engine.param_group import AllGather, ParamGroup
 from shardgrad.engine.streams import Streams, keep_for_current_stream
 from shardgrad.errors import ExtensionError, unsupported
@@ -40,7 +39,7 @@ from shardgrad.sharding.layout import ALIGNMENT_NBYTES, TAG_NUMEL
 from shardgrad.sharding.mesh import DataParallelMesh
 from shardgrad.sharding.offload import ShardMemory
 
-__all__ = ["ExtensionGroup", "regroup", "require_extension"]
+__all__ = ["ExtensionGroup", "require_extension"]
 
 # The dtype of a chunk of bytes. int8 and not uint8, since an exchange marks labels that have not
 # arrived with -1.
@@ -80,48 +79,6 @@ def require_extension(
             f"CPUOffloadPolicy for {name}, which has fsdp_pre_all_gather",
             instead="a separate unit without offload_policy",
         )
-
-
-def regroup(group: ParamGroup) -> Callable[[], list[ParamGroup]] | None:
-    """Moves parameters that have become extensions since `fully_shard` from a flat group to a
-    separate one.
-
-    A program may have set the two methods on a local tensor, or loaded one that has them. A group
-    that is in use is not changed: `engine/replaced_params.py` refuses it.
-
-    Returns:
-        None if there are no such parameters, else a function that returns the groups that replace
-        this one.
-
-    Raises:
-        ExtensionError, UnsupportedError: as `fully_shard` does.
-    """
-    if not group.is_flat or group.is_in_use:
-        return None
-    leaving = {p: param for p in group.params for param in p.registered() if is_extension(param)}
-    for p, param in leaving.items():
-        require_extension(param, p.name, group.mesh_after_forward, group.shard_memory)
-        if group.mesh.levels is not None:
-            raise unsupported(
-                f'zero_stage="hfsdp" for {p.name}, which has fsdp_pre_all_gather',
-                instead="zero_stage=3",
-            )
-    return partial(_apart, group, list(leaving)) if leaving else None
-
-
-def _apart(group: ParamGroup, leaving: Sequence[FSDPParam]) -> list[ParamGroup]:
-    """Returns a group without some of its parameters, if any are left, and an extension group of
-    those.
-    """
-    staying = group.without(leaving)
-    for p in leaving:
-        # The local tensors stay the same objects, which may have the methods, but get memory of
-        # their own.
-        if p.expected_local is not None:
-            p.expected_local.set_(p.expected_local.clone())  # type: ignore[call-overload]
-    extended = ExtensionGroup(leaving, group.spec)
-    extended.collectives, extended.keeps_memory = group.collectives, group.keeps_memory
-    return [extended] if staying is None else [staying, extended]
 
 
 @dataclass
@@ -203,7 +160,7 @@ class ExtensionGroup(ParamGroup):
             p.sharded = new
             p.expected_local = local_of(new)
             p.register(new)
-            mark_sharded(p)
+            mark(new, p)
         self._note_params()
 
     # -- all-gather
@@ -331,5 +288,5 @@ class ExtensionGroup(ParamGroup):
         packed = torch.as_strided(tensor, shape, stride, storage_offset=0)
         unsharded = p.sharding.unsharded_tensor(packed)
         p.unsharded = nn.Parameter(unsharded, requires_grad=p.sharded.requires_grad)
-        mark_unsharded(p.unsharded, p)
+        mark(p.unsharded, p)
         return tuple(allocated)

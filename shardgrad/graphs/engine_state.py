@@ -121,7 +121,7 @@ class ModuleState(Capturable):
         """Adopts parameters that the program has replaced, and collects again if any object that
         `_collect` starts from is another one.
         """
-        if not self._registration.is_in_place():
+        if not self._registration.holds():
             for group in self._groups:
                 adopt(group)
         is_same = all(map(is_, self._origins(), self._collected_from))

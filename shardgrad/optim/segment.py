@@ -278,10 +278,9 @@ class ShardedSegment(_Segment):
                 f"{', '.join(self.names)} shared a flat shard with parameters that have left it "
                 "since the optimizer was built",
                 expected="the shard that the optimizer was built over",
-                got="parameters that got fsdp_pre_all_gather, or moved to an outer unit",
+                got="parameters that moved to an outer unit",
                 where=f"unit {group_of(self._members[0]).name}",
-                fix="build the optimizer after that, and use torch.optim for parameters with "
-                "fsdp_pre_all_gather",
+                fix="build the optimizer after the last fully_shard call",
             )
         raise OptimizerParameterError(
             f"the data of one of the parameters {', '.join(self.names)} was replaced",

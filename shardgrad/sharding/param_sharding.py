@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -39,10 +38,9 @@ from shardgrad.sharding.mesh import DataParallelMesh, SpmdAxes
 
 __all__ = [
     "ParamSharding",
-    "Place",
     "groups_cut_over",
-    "places_of",
     "sharding_of",
+    "shardings_of",
 ]
 
 
@@ -65,6 +63,7 @@ class ParamSharding:
     """How one parameter is sharded; see the module docstring.
 
     Attributes:
+        data_mesh: its shard group shards the parameter.
         shape: of what this rank packs: the parameter, or its local tensor if it was already a
             DTensor.
         dim: the dim of that which is sharded over the shard group.
@@ -72,6 +71,7 @@ class ParamSharding:
         mesh, placements: of the sharded parameter.
     """
 
+    data_mesh: DataParallelMesh
     shape: tuple[int, ...]
     dim: int
     full_shape: torch.Size
@@ -154,12 +154,6 @@ def groups_cut_over(
     )
 
 
-# Of plain parameters, by shape and dim: a model has many parameters of few shapes.
-_plain: WeakKeyDictionary[DataParallelMesh, dict[tuple[torch.Size, int], ParamSharding]] = (
-    WeakKeyDictionary()
-)
-
-
 def sharding_of(param: torch.Tensor, name: str, mesh: DataParallelMesh, dim: int) -> ParamSharding:
     """Decides how a parameter is sharded on `dim` over the shard group of `mesh`.
 
@@ -168,16 +162,6 @@ def sharding_of(param: torch.Tensor, name: str, mesh: DataParallelMesh, dim: int
         UnsupportedParameterError: `dim` is not the outermost, and does not divide evenly.
     """
     dim = dim + param.ndim if dim < 0 else dim
-    if isinstance(param, DTensor) or mesh.spmd is not None:
-        return _sharding_of(param, name, mesh, dim)
-    known = _plain.setdefault(mesh, {})
-    key = param.shape, dim
-    if key not in known:
-        known[key] = _sharding_of(param, name, mesh, dim)
-    return known[key]
-
-
-def _sharding_of(param: torch.Tensor, name: str, mesh: DataParallelMesh, dim: int) -> ParamSharding:
     local = local_of(param)
     _require_dim(local, name, mesh, dim)
     unsharded: _Unsharded | None = None
@@ -191,7 +175,8 @@ def _sharding_of(param: torch.Tensor, name: str, mesh: DataParallelMesh, dim: in
     else:
         axes, placements = mesh.mesh, mesh.placements(Shard(dim))
     stride = torch.empty(tuple(param.shape), device="meta").stride()
-    return ParamSharding(tuple(local.shape), dim, param.shape, stride, axes, placements, unsharded)
+    shape = tuple(local.shape)
+    return ParamSharding(mesh, shape, dim, param.shape, stride, axes, placements, unsharded)
 
 
 def _joined(*meshes: DeviceMesh) -> DeviceMesh:
@@ -321,28 +306,12 @@ def _require_no_partial(param: DTensor, name: str) -> None:
         )
 
 
-# -- results of `shard_placement_fn`
-
-
-@dataclass(frozen=True)
-class Place:
-    """The mesh and sharding of one parameter.
-
-    Attributes:
-        mesh: its shard group shards the parameter.
-        sharding: how.
-    """
-
-    mesh: DataParallelMesh
-    sharding: ParamSharding
-
-
-def places_of(
+def shardings_of(
     params: Mapping[nn.Parameter, str],
     default: DataParallelMesh,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
-) -> dict[nn.Parameter, Place]:
-    """Calls `shard_placement_fn` once for each parameter, in order.
+) -> dict[nn.Parameter, ParamSharding]:
+    """Decides how each parameter is sharded; calls `shard_placement_fn` once for each, in order.
 
     Args:
         params: parameter -> name.
@@ -363,7 +332,7 @@ def places_of(
             got=type(shard_placement_fn).__name__,
             fix="shard_placement_fn=lambda param: Shard(0)",
         )
-    places = {}
+    shardings = {}
     for param, name in params.items():
         answer: Any = None if shard_placement_fn is None else shard_placement_fn(param)
         mesh = default
@@ -378,5 +347,5 @@ def places_of(
                 fix="shard_placement_fn=lambda param: Shard(1) if param.ndim > 1 else None",
             )
         dim = 0 if answer is None else answer.dim
-        places[param] = Place(mesh, sharding_of(param, name, mesh, dim))
-    return places
+        shardings[param] = sharding_of(param, name, mesh, dim)
+    return shardings

@@ -232,6 +232,17 @@ def test_parameters_of_two_engines_in_one_optimizer_are_refused() -> None:
     assert len(optim.param_groups) == 1
 
 
+@on_ranks(2)
+def test_an_optimizer_over_a_shard_that_an_outer_unit_takes_from_is_refused() -> None:
+    model = stack(4, 4, 4)
+    model[2].weight = model[0].weight
+    optim = AdamW(SHARDGRAD.fully_shard(model[0]).parameters())
+    SHARDGRAD.shard(model[2], model)
+    model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(OptimizerParameterError, match=r"0\.bias shared a flat shard"):
+        optim.step()
+
+
 def replace_object(model: nn.Module) -> None:
     state = {name: value.clone() for name, value in model.state_dict().items()}
     model.load_state_dict(state, assign=True)
