@@ -36,9 +36,9 @@ from shardgrad.sharding.dtensor import require_own_shards
 
 __all__ = ["FlatOptimizer", "Update"]
 
-# The number stands for the group's device mirrors: a group that replaces another has new ones. Read
-# at every call.
-_GUARDS = attrgetter("options.number", "is_allocated")
+# The numbers stand for the group's device mirrors and the segment's buffers: a group or a segment
+# that replaces another has new ones. Read at every call.
+_GUARDS = attrgetter("options.number", "number", "is_allocated")
 
 
 class Update(NamedTuple):

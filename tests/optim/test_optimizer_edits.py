@@ -5,7 +5,7 @@ do.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import pytest
@@ -177,16 +177,27 @@ def test_an_edited_optimizer_saves_and_loads() -> None:
         assert torch.equal(optim.state[p]["exp_avg"], again.state[p]["exp_avg"])
 
 
-def test_another_group_in_the_place_of_one_is_another_step_to_a_graph() -> None:
+def test_other_mirrors_or_buffers_are_another_step_to_a_graph() -> None:
     m = model()
     optim = AdamW(in_two_groups(m))
     train(m, optim, range(1))
-    seen = [optim.guards(), optim.guards()]
-    assert seen[0] == seen[1]
+    where: dict[Hashable, list[int]] = {}
+
+    def is_another() -> bool:
+        count, addresses = len(where), [buffer.data_ptr() for _, buffer in optim.buffers()]
+        assert where.setdefault(optim.guards(), addresses) == addresses
+        return len(where) > count
+
+    assert [is_another(), is_another()] == [True, False]
     for _ in range(3):
         optim.param_groups[0] = dict(optim.param_groups[0])
-        seen.append(optim.guards())
-    assert len(set(seen)) == 4
+        assert is_another()
+    assert len(set(map(tuple, where.values()))) == 1  # the parameters are the same
+    group = optim.param_groups.pop()
+    assert is_another()
+    optim.param_groups.append(group)
+    optim.guards()
+    assert is_another()
 
 
 def test_a_constant_or_a_rate_on_the_device_is_another_step_to_a_graph_and_a_number_is_not() -> (
