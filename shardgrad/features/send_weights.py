@@ -174,7 +174,7 @@ def _in_batches(messages: Iterable[Message]) -> Iterator[Message]:
     for message in messages:
         ranks = (message.sender, message.receiver)
         busiest = max(in_flight[rank] for rank in ranks)
-        if busiest and busiest + message.nbytes > BATCH_NBYTES:
+        if busiest + message.nbytes > BATCH_NBYTES:
             batch += 1
             in_flight.clear()
         in_flight.update(dict.fromkeys(ranks, message.nbytes))
@@ -341,7 +341,7 @@ def _pieces(row: ExportedParameter) -> tuple[object, ...]:
     """Returns the layout of a parameter, which must be equal on all ranks and unchanged since the
     plan was made.
     """
-    return row.shape, row.dim, tuple(sorted(row.holders.items())), row.dtype
+    return row.shape, row.dim, tuple(sorted(row.holders.items()))
 
 
 # -- messages

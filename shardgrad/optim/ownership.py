@@ -146,7 +146,7 @@ def buckets(segments: Sequence[Sequence[Matrix]], world_size: int) -> list[range
         _, load = owners(together, world_size)
         is_even = max(load) * world_size <= sum(load) * (1 + _UNEVENNESS)
         numel = sum(prod(matrix.shape) for matrix in together)
-        if any(load) and is_even and numel >= _LEAST_NUMEL * world_size:
+        if is_even and numel >= _LEAST_NUMEL * world_size:
             ends.append(end)
     ends[max(1, len(ends) - 1) :] = [len(segments)]
     return [range(begin, end) for begin, end in pairwise(ends)]

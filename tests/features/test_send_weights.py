@@ -122,10 +122,8 @@ def train_and_send(
     if rank >= trainers:
         plan, place = from_rank_0(), rank - trainers
         wanted = shard_of_receiver(layer().state_dict(), place, len(receivers))
-        tensors = {
-            name: torch.full_like(t, torch.nan, dtype=dtype or t.dtype)
-            for name, t in wanted.items()
-        }
+        wire = dtype or torch.float32
+        tensors = {name: torch.full_like(t, torch.nan) for name, t in wanted.items()}
         addresses = {name: t.data_ptr() for name, t in tensors.items()}
         for _ in range(2):
             with counting_sent() as said:
@@ -133,9 +131,9 @@ def train_and_send(
             senders = {m.sender for m in plan.messages if m.receiver == rank}
             assert said == [1] * len(senders)  # a byte, that all is there
             for name, t in shard_of_receiver(from_rank_0(), place, len(receivers)).items():
-                assert torch.equal(tensors[name], t.to(tensors[name].dtype)), name
+                assert torch.equal(tensors[name], t.to(wire).float()), name
         assert addresses == {name: t.data_ptr() for name, t in tensors.items()}
-        own = sum(t.numel() * t.itemsize for t in tensors.values())
+        own = sum(t.numel() * wire.itemsize for t in tensors.values())
         received = [m.nbytes for m in plan.messages if m.receiver == rank]
         assert sum(received) == own  # and no byte twice
         return
