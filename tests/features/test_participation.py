@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import shardgrad
+from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.errors import ParticipationError
 from tests.support.parity import SHARDGRAD, route
 from tests.support.ranks import on_ranks
@@ -243,7 +244,28 @@ def test_a_rank_without_a_batch_joins_an_evaluation() -> None:
         if dist.get_rank() == 0:
             x = batch_of(0)
             assert torch.equal(model(x, ["left"]), whole(x, ["left"]))
+    assert recorder.last.name.startswith("all-gather of")  # and nothing was reduced
     assert all(param.grad is None for param in model.parameters())
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@on_ranks(2)
+def test_a_rank_without_a_batch_joins_the_iteration_after_one_that_was_interrupted(
+    *, inside: bool
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    whole, model = repeated("n", "layer")
+    hook = model[1].register_full_backward_hook(interrupt)
+    joint = shardgrad.participate(model) if inside else nullcontext()
+    with pytest.raises(KeyboardInterrupt), joint:
+        model(batch_of(0)).square().sum().backward()
+    hook.remove()
+    with shardgrad.participate(model):
+        if dist.get_rank() == 0:
+            model(batch_of(0)).square().sum().backward()
+    have_mean_gradients(model, whole, 0)
 
 
 @on_ranks(2)

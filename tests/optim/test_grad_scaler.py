@@ -91,18 +91,19 @@ def test_a_gradient_of_no_unit_counts_where_the_norm_of_the_units_is_known() -> 
 def test_a_wrong_order_of_calls_is_refused() -> None:
     model, scaler = build(), shardgrad.GradScaler()
     optim = shardgrad.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(OptionError, match="inf checks"):
-        scaler.update()
-    backward(model, scaler)
-    scaler.unscale_(optim)
-    with pytest.raises(OptionError, match="already been called"):
+    for scale in (8.0, None):
+        with pytest.raises(OptionError, match="inf checks"):
+            scaler.update()
+        backward(model, scaler)
         scaler.unscale_(optim)
-    scaler.step(optim)
-    with pytest.raises(OptionError, match="already been called"):
+        with pytest.raises(OptionError, match="already been called"):
+            scaler.unscale_(optim)
         scaler.step(optim)
-    with pytest.raises(OptionError, match="Closure"):
-        scaler.step(optim, lambda: None)
-    scaler.update()
+        with pytest.raises(OptionError, match="already been called"):
+            scaler.step(optim)
+        with pytest.raises(OptionError, match="Closure"):
+            scaler.step(optim, lambda: None)
+        scaler.update(scale)
     for settings in ({"growth_factor": 1.0}, {"backoff_factor": 1.0}, {"init_scale": 0.0}):
         with pytest.raises(OptionError, match="outside its range"):
             shardgrad.GradScaler(**settings)
@@ -115,14 +116,16 @@ def test_states_go_to_and_from_torchs_scaler() -> None:
     ours, theirs = shardgrad.GradScaler(), torch.amp.GradScaler("cpu")
     state = {**theirs.state_dict(), "scale": 64.0, "_growth_tracker": 3}
     state |= {"growth_interval": 7, "growth_factor": 4.0, "backoff_factor": 0.25}
-    ours.load_state_dict(state)
-    assert ours.state_dict() == state
-    theirs.load_state_dict(ours.state_dict())
-    assert ours.get_scale() == theirs.get_scale() == 64.0
-    disabled = shardgrad.GradScaler(enabled=False)
     loss = torch.ones(())
-    assert disabled.scale(loss) is loss
-    assert (disabled.state_dict(), disabled.get_scale()) == ({}, 1.0)
-    assert ours.scale([loss, {"a": loss}]) == [64.0, {"a": 64.0}]
+    for _ in range(2):  # before there is a scale on the device, and in its place
+        ours.load_state_dict(state)
+        assert ours.state_dict() == state
+        theirs.load_state_dict(ours.state_dict())
+        assert ours.get_scale() == theirs.get_scale() == 64.0
+        assert ours.scale([loss, {"a": loss}]) == [64.0, {"a": 64.0}]
+        ours.load_state_dict(state | {"scale": 1.0, "_growth_tracker": 0})
     ours.update(new_scale=32.0)
     assert ours.get_scale() == 32.0
+    disabled = shardgrad.GradScaler(enabled=False)
+    assert disabled.scale(loss) is loss
+    assert (disabled.state_dict(), disabled.get_scale()) == ({}, 1.0)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from shardgrad.errors import DeepcopyError, OptimizerStateError
+from shardgrad.errors import DeepcopyError, OptimizerStateError, UnsupportedError
 from tests.support import under_patch
 from tests.support.muon import cut_like, exactly, muon
 from tests.support.parity import (
@@ -129,6 +129,7 @@ def test_a_state_that_does_not_fit_is_refused_before_anything_changes() -> None:
     refused(lambda saved: saved["state"][3].update(exp_avg="a string"))
     refused(lambda saved: saved["state"][3].update(step=torch.zeros(2)))
     refused(lambda saved: saved["state"][3].update(max_exp_avg_sq=torch.zeros(2, 2)))
+    refused(lambda saved: saved["param_groups"][0].update(amsgrad=True), UnsupportedError)
     refused(lambda saved: saved["param_groups"][0].update(betas=(2.0, 0.5)), ValueError)
     refused(lambda saved: saved["param_groups"][0].update(weight_decay=float("nan")), ValueError)
 
@@ -163,11 +164,13 @@ def test_momentum_goes_both_ways_and_is_not_taken_for_a_fresh_start(counts: bool
 def test_hooks_run_and_copies_are_refused() -> None:
     model, optim = build(SHARDGRAD)
     calls: list[str] = []
-    optim.register_load_state_dict_pre_hook(lambda o, s: calls.append("before"))
+    optim.register_load_state_dict_pre_hook(lambda o, s: s.update(seen=calls.append("before")))
     optim.register_load_state_dict_post_hook(lambda o: calls.append("after"))
     optim.register_state_dict_post_hook(lambda o, s: calls.append("saved"))
     optim.register_step_pre_hook(lambda o, a, k: calls.append("step"))
-    optim.load_state_dict(optim.state_dict())
+    saved = optim.state_dict()
+    optim.load_state_dict(saved)
+    assert "seen" not in saved  # a hook changes a copy, as in torch
     take_steps(SHARDGRAD, model, optim, range(1))
     assert calls == ["saved", "before", "after", "step"]
     with pytest.raises(DeepcopyError, match="state_dict"):

@@ -32,7 +32,9 @@ def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing_not_even_coun
     kind: type[torch.optim.Optimizer], finder: str, value: float
 ) -> None:
     """One element on one rank; every rank skips, and the next step counts again."""
-    model = SHARDGRAD.fully_shard(stack(6, 5, 4))
+    model = stack(6, 5, 4)
+    # The one that is broken is in another unit, or others of its unit are clipped.
+    SHARDGRAD.shard(*([] if "others" in finder else [model[0]]), model)
     matrices = [p for p in model.parameters() if p.ndim == 2]
     optim = kind(matrices, lr=0.1, check_finite="check_finite" in finder)
     for step in range(3):
@@ -40,13 +42,13 @@ def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing_not_even_coun
         is_broken = step == 1
         SHARDGRAD.loss(model, step, 6).backward()
         if is_broken and dist.get_rank() == 1:
-            model[0].weight.grad.to_local()[0, 0] = value
+            model[2].weight.grad.to_local()[0, 0] = value
         if finder.startswith("clip"):
             norm_type = math.inf if finder == "clip by the maximum" else 2.0
             norm = shardgrad.clip_grad_norm_(model, 1.0, norm_type=norm_type)
             assert torch.isfinite(norm) == (not is_broken)
         if "others" in finder:
-            shardgrad.clip_grad_norm_(model[2].weight, 1.0)
+            shardgrad.clip_grad_norm_(model[0].weight, 1.0)
         if finder.endswith("found_inf"):
             optim.found_inf = torch.tensor(float(is_broken))
         optim.step()
