@@ -69,7 +69,7 @@ from shardgrad.sharding.dtensor import dtensor_like, in_own_storage, storages_of
 from shardgrad.sharding.layout import ShardLayout
 from shardgrad.sharding.param_sharding import groups_cut_over
 
-__all__ = ["GradMemory", "GradShard", "HostState", "references_when_bound", "uses_of"]
+__all__ = ["GradMemory", "GradShard", "HostState"]
 
 # The `.grad` of a parameter: OWN (its gradient in the shard), None, or an assigned tensor.
 OWN = True
@@ -80,11 +80,11 @@ HostState = tuple[tuple[Bound, ...], torch.Tensor | None, frozenset[int], tuple[
 
 
 _VERSION = attrgetter("_version")
-uses_of: Callable[[int], int] = torch._C._storage_Use_Count
+_uses_of: Callable[[int], int] = torch._C._storage_Use_Count
 
 
 @cache
-def references_when_bound() -> int:
+def _references_when_bound() -> int:
     """Returns how many references a `.grad` holds to its tensor; depends on torch's version."""
     param, grad = torch.zeros(1), torch.zeros(1)
     before = sys.getrefcount(grad)
@@ -152,7 +152,7 @@ class GradShard:
             if param.dtype != dtype and not policy.decoupled:
                 param.grad_dtype = dtype
         self._gradient_of = attrgetter(self.attribute)
-        self._references_when_bound = 1 if policy.decoupled else references_when_bound()
+        self._references_when_bound = 1 if policy.decoupled else _references_when_bound()
         # Meta and fake tensors share the storage of the flat memory.
         self._is_watched = bool(params) and self._nothing.untyped_storage().device.type != "meta"
         self._overwritten: list[int] = []
@@ -298,7 +298,7 @@ class GradShard:
 
     def _counts(self) -> list[int]:
         """Returns the reference counts of gradients, local tensors, then storages."""
-        return [*map(sys.getrefcount, self._watched), *map(uses_of, self._storages)]
+        return [*map(sys.getrefcount, self._watched), *map(_uses_of, self._storages)]
 
     def held(self) -> list[int]:
         """Returns the places for which the program holds more than the bound gradient."""

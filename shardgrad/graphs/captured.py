@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from operator import call
 from typing import Any
 
 import torch
@@ -44,7 +45,6 @@ class CapturedStep:
     Attributes:
         key, redraws, buffers: as given.
         parts: called in order by a replay. The capture adds to them.
-        before_replays: called before each replay, which must not run if any returns False.
         is_compared: True once a second capture has been compared with this one.
         reads: the memory that the captured call reads by closure. Set by the capture.
         outputs: the outputs of the captured call, which every replay overwrites. Set by the
@@ -72,7 +72,7 @@ class CapturedStep:
         self._capture = ExitStack()
         for each in capturables:
             each.quiesce()
-        self.before_replays = list(filter(None, [each.before_replays() for each in capturables]))
+        self._before_replays = list(filter(None, [each.before_replays() for each in capturables]))
 
     # -- a capture
 
@@ -131,6 +131,15 @@ class CapturedStep:
     def has_eager_regions(self) -> bool:
         """True if calls are made between graphs."""
         return len(self._graphs) > 1
+
+    def why_not(self) -> str:
+        """Returns why the graph must not be replayed now; "" if it may."""
+        if all(map(call, self._before_replays)):
+            return ""
+        return (
+            "gradients of an earlier call, which the program keeps and a replay would overwrite. "
+            "Clone them"
+        )
 
     def replay(self) -> Any:
         """Replays the step on the current stream and returns its outputs, always the same

@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from shardgrad.graphs.outputs import host_value, plain_tensors
 from shardgrad.graphs.program_line import is_of_the_program
 
-__all__ = ["Place", "address_of", "closed_over", "elements"]
+__all__ = ["Place", "address_of", "closed_over"]
 
 _MOST_PARTS = 1_000  # limit of attributes or elements followed in one object
 _MOST_OBJECTS = 20_000  # limit of objects visited in one search
@@ -50,9 +50,8 @@ _GONE = (AttributeError, LookupError, TypeError, ValueError)
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """A variable, attribute or element that holds a tensor, or a list or dictionary of given
-    parameters (for example the parameters to clip). Two places may have the same name, for example
-    globals of two Python modules.
+    """A variable, attribute or element that holds a tensor. Two places may have the same name, for
+    example globals of two Python modules.
 
     Attributes:
         name: as the program writes it, such as "batch['targets']" or "self.mask".
@@ -92,21 +91,8 @@ class Place:
 
 
 def address_of(found: Any) -> Hashable:
-    """Returns address, shape, strides and dtype of a tensor; the ids of a container's elements;
-    () for anything else.
-    """
-    if isinstance(found, list | tuple | dict):
-        return tuple(map(id, elements(found)))
+    """Returns address, shape, strides and dtype of a tensor; () for anything else."""
     return tuple((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in plain_tensors([found]))
-
-
-def elements(value: Any) -> Iterable[Any]:
-    """Returns the elements of a list or tuple, the values of a dictionary, or [value] of a
-    tensor.
-    """
-    if isinstance(value, dict):
-        return value.values()
-    return [value] if isinstance(value, torch.Tensor) else value
 
 
 def closed_over(
@@ -114,14 +100,14 @@ def closed_over(
     objects: Iterable[Any],
     given: frozenset[int] = frozenset(),
 ) -> Iterator[tuple[Place, Any]]:
-    """Yields (place, value) for the tensors, modules, numbers and strings that are reachable, and
-    for lists, tuples and dictionaries whose elements are all in `given`. The search is
+    """Yields (place, value) for the tensors, numbers and strings that are reachable. The search is
     breadth-first, so places with the shortest way come first. A tensor may have several places.
 
     Args:
         function: where the search starts.
         objects: where else it starts, such as modules.
-        given: ids of the parameters and buffers of modules that were passed to `graphed_step`.
+        given: ids of tensors to leave out: the parameters and buffers of modules that were passed
+            to `graphed_step`.
 
     Capture: safe. Nothing on the device is read.
     """
@@ -135,22 +121,19 @@ def closed_over(
             return
         place = waiting.popleft()
         value = place.found()
-        are_given = isinstance(value, list | tuple | dict) and given.issuperset(
-            map(id, elements(value))
-        )
-        if are_given or isinstance(value, (torch.Tensor, *_NUMBERS)):
-            yield place, value
+        if isinstance(value, (torch.Tensor, *_NUMBERS)):
+            if id(value) not in given:
+                yield place, value
         elif id(value) not in seen and not isinstance(value, bytes | Optimizer):
             seen[id(value)] = value
             if isinstance(value, nn.Module):
-                yield place, value
                 place = Place(place.name, value)
-            for name, on in islice(_parts(value, given), _MOST_PARTS):
+            for name, on in islice(_parts(value), _MOST_PARTS):
                 full = place.name + name if name.startswith((".", "[")) else name or place.name
                 waiting.append(Place(full, place.root, (*place.way, *on)))
 
 
-def _parts(value: Any, given: frozenset[int]) -> Iterator[tuple[str, _Way]]:
+def _parts(value: Any) -> Iterator[tuple[str, _Way]]:
     """Yields (name, way) of each part to follow. A name that begins with "." or "[" is appended to
     the object's name; others replace it.
     """
@@ -179,19 +162,17 @@ def _parts(value: Any, given: frozenset[int]) -> Iterator[tuple[str, _Way]]:
         # What an object finds in its class are its attributes, since it may get its own later.
         defined = _of_classes(type(value)).items()
         names = [name for name, part in defined if not isinstance(part, _CODE)]
-        names += _attributes(value, given)
+        names += _attributes(value)
         yield "", ((getattr, "__class__"),)  # for its functions
     for name in names:
         yield f".{name}", ((getattr, name),)
 
 
-def _attributes(value: Any, given: frozenset[int]) -> Iterator[str]:
+def _attributes(value: Any) -> Iterator[str]:
     """Yields the names of an object's own attributes."""
     own = getattr(value, "__dict__", {})
     if isinstance(value, nn.Module):
-        tensors = value._parameters | value._buffers
-        yield from value._modules
-        yield from (name for name, tensor in tensors.items() if id(tensor) not in given)
+        yield from (*value._modules, *value._parameters, *value._buffers)
         for name, part in own.items():
             if name not in _OF_EVERY_MODULE or (name.endswith("_hooks") and part):
                 yield name

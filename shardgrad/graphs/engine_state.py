@@ -17,10 +17,9 @@ call runs eagerly.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import chain, repeat, starmap
-from operator import attrgetter, call, getitem, gt, is_
+from operator import attrgetter, getitem, is_
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardgrad.engine.grad_group import SWITCHES
-from shardgrad.engine.grad_shard import GradMemory, GradShard, references_when_bound, uses_of
+from shardgrad.engine.grad_shard import GradMemory, GradShard
 from shardgrad.engine.param import fsdp_param_of, local_of
 from shardgrad.engine.param_group import SHARDED, ParamGroup, Registration
 from shardgrad.engine.replaced_params import adopt
@@ -72,10 +71,6 @@ class ModuleState(Capturable):
         self._registered_before: dict[str, Any] = {}  # `_registered` before the present capture
         self._trains: tuple[bool, ...] = ()  # `requires_grad` of `_trainable` in this call
         self._is_placed = False  # True if `_trains` is as in the call before
-        # Of plain parameters: the gradients before the present capture; and whether the program
-        # holds more than the bound gradient of each that is in its memory.
-        self._gradients_before: list[torch.Tensor | None] = []
-        self._are_held: list[Callable[[], bool]] = []
         self._collect()
 
     def _collect(self) -> None:
@@ -231,7 +226,6 @@ class ModuleState(Capturable):
             context.comm_ctx.streams.forget_events()
             context.post_optim_event = None  # one that is set was recorded in the capture
             context.abort()
-        self._gradients_before = []
         for shard in self._allocated_in_capture():
             shard.unbind()
             shard.free(shard.current_stream())
@@ -275,15 +269,9 @@ class ModuleState(Capturable):
         self._registered_before = self._registered()
         # Each list is filled by the capture.
         overwritten = [(shard, shard.begin_capture()) for shard in self._shards()]
-        self._gradients_before = list(map(_GRAD, self._plain))
-        are_held = self._are_held = []
-
-        def overwrites_nothing_held() -> bool:
-            return not any(map(call, are_held)) and all(
-                set(places).isdisjoint(shard.held()) for shard, places in overwritten if places
-            )
-
-        return overwrites_nothing_held
+        return lambda: all(
+            set(places).isdisjoint(shard.held()) for shard, places in overwritten if places
+        )
 
     def _shards(self) -> list[GradShard]:
         return list(filter(None, map(_GRAD_SHARD, self._grad_groups)))
@@ -313,11 +301,6 @@ class ModuleState(Capturable):
 
     def known_to_graph(self) -> Any:
         """See `Capturable`. A change of `requires_grad` replaces the group's tensors."""
-        pairs = zip(self._plain, self._gradients_before, strict=True)
-        self._are_held += [
-            _is_held(p) for p, old in pairs if p.grad is not None and p.grad is not old
-        ]
-        self._gradients_before = []
         return [grads.known_to_graph() for grads in self._grad_groups]
 
     def replayed(self) -> None:
@@ -389,21 +372,6 @@ def _refuse_uncapturable_groups(groups: Iterable[ParamGroup]) -> None:
                     where=where,
                     fix="add both methods to the class, or call the step without graphed_step",
                 )
-
-
-def _is_held(param: nn.Parameter) -> Callable[[], bool]:
-    """Returns a function that returns whether the program holds more than the bound gradient, which
-    it does not now: see [Note: Kept gradients] in `engine/grad_shard.py`.
-    """
-    grad: Any = param.grad  # not an argument, to which the caller may hold a reference
-    storage = grad.untyped_storage()._cdata
-
-    def references() -> tuple[int, int]:
-        unbound = 0 if param.grad is grad else references_when_bound()
-        return sys.getrefcount(grad) + unbound, uses_of(storage)
-
-    before = references()
-    return lambda: any(map(gt, references(), before))
 
 
 class OptimState(Capturable):

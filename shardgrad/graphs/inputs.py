@@ -25,8 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from shardgrad.engine.streams import Stream, wait_for_stream
 from shardgrad.errors import StepInputError
-from shardgrad.graphs.memory import Memory, extent
-from shardgrad.graphs.outputs import plain_tensors, used_on
+from shardgrad.graphs.outputs import plain_tensors, storage_of, used_on
 from shardgrad.graphs.reads import Reads
 
 __all__ = ["InputBuffers", "Inputs", "flatten_inputs", "for_eager_call"]
@@ -240,20 +239,6 @@ class InputBuffers:
             if passed._version or reads.writes(passed):
                 self._written.add(index)
 
-    def is_shared(self, inputs: Inputs, reads: Reads) -> bool:
-        """Returns whether an argument shares memory with another one, or with memory outside of
-        the graph, and the step writes one of the two. A replay reads and writes copies of the
-        arguments, so it would not see in one what it has written to the other.
-        """
-        own = {i: each for i, each in enumerate(inputs.tensors) if self._is_on_device(each)}
-        for index in self._written & own.keys():
-            begin, end = extent(own[index])
-            others = Memory(each for i, each in own.items() if i != index)
-            overlaps_itself = end - begin < own[index].nbytes
-            if overlaps_itself or others.holds(own[index]) or reads.memory.holds(own[index]):
-                return True
-        return any(map(reads.written_memory.holds, own.values()))
-
     def write_back(self, inputs: Inputs, outputs: Any) -> None:
         """Copies what a replay has written into the step's arguments to the program's tensors on
         the device, except to outputs of an earlier replay, where this one's are now.
@@ -262,10 +247,10 @@ class InputBuffers:
         """
         if not self._written:
             return
-        overwritten = Memory(plain_tensors(tree_leaves(outputs)))
+        overwritten = set(map(storage_of, plain_tensors(tree_leaves(outputs))))
         for index in self._written:
             given = inputs.tensors[index].detach()  # autograd does not continue across calls
-            if self._is_on_device(given) and not overwritten.holds(given):
+            if self._is_on_device(given) and storage_of(given) not in overwritten:
                 given.copy_(self.buffers[index])
 
     def _is_on_device(self, tensor: torch.Tensor) -> bool:

@@ -10,14 +10,15 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import keystr, tree_leaves, tree_map_only, tree_map_with_path
 
 from shardgrad.errors import StepOutputError
-from shardgrad.graphs.memory import Memory
 
 __all__ = [
     "apart_from",
     "detached",
     "host_value",
     "is_of_host",
+    "is_slice",
     "plain_tensors",
+    "storage_of",
     "used_on",
 ]
 
@@ -56,12 +57,29 @@ def apart_from(state: Iterable[torch.Tensor], outputs: Any) -> Any:
     Streams: the current one.
     Capture: safe.
     """
-    memory = Memory(plain_tensors(state))
+    storages = set(map(storage_of, plain_tensors(state)))
 
     def copied(leaf: torch.Tensor) -> torch.Tensor:
-        return leaf.clone() if any(map(memory.holds, plain_tensors([leaf]))) else leaf
+        found = plain_tensors([leaf])
+        is_of_state = any(storage_of(x) in storages or is_slice(x) for x in found)
+        return leaf.clone() if is_of_state else leaf
 
     return tree_map_only(torch.Tensor, copied, outputs)
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Returns the identity of a tensor's storage; 0 if it has none, like a sparse tensor."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except NotImplementedError:
+        return 0
+
+
+def is_slice(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor's storage is a slice of other memory, as that of a gradient is of
+    its shard.
+    """
+    return storage_of(tensor) != 0 and not tensor.untyped_storage().resizable()
 
 
 def plain_tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:

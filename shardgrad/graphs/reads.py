@@ -30,13 +30,13 @@ from torch.utils._pytree import tree_leaves
 from shardgrad.engine.param import fsdp_param_of
 from shardgrad.engine.streams import Stream, is_capturing
 from shardgrad.errors import CaptureError
-from shardgrad.graphs.closed_over import Place, address_of, closed_over, elements
-from shardgrad.graphs.memory import Memory
-from shardgrad.graphs.outputs import host_value, is_of_host, plain_tensors
+from shardgrad.graphs.closed_over import Place, address_of, closed_over
+from shardgrad.graphs.outputs import host_value, is_of_host, is_slice, plain_tensors, storage_of
 
 __all__ = ["Reads"]
 
 _CDATA = attrgetter("_cdata")  # the C++ object, of which there may be several Python wrappers
+_DETACH = torch.ops.aten.detach.default
 _EXPIRED: Any = torch.UntypedStorage._expired
 
 
@@ -59,13 +59,11 @@ class Reads(TorchDispatchMode):
         numbers: the values other than tensors that the function closes over, by the names of their
             places.
         groups: the process groups whose collectives in the block have device tensors.
-        memory, written_memory: the memory that existed before the block and that it reads or
-            writes, and what it writes of it. Set by `close`.
 
     Raises:
-        CaptureError: in the block, at an operation that uses a sharded module that is not among
-            `modules` or a generator that is not among `generators`, that writes a CPU tensor, or
-            that writes on a stream that is not captured.
+        CaptureError: in the block, at an operation that uses a trained or sharded parameter that is
+            not among those of `modules` or a generator that is not among `generators`, that writes
+            a CPU tensor, or that writes on a stream that is not captured.
     """
 
     def __init__(
@@ -82,16 +80,11 @@ class Reads(TorchDispatchMode):
         self.places: dict[Place, Hashable] = {}
         self.numbers: dict[str, Any] = {}
         self.groups: set[dist.ProcessGroup] = set()
-        # Names of sharded modules that were not given, by the addresses of their parameters.
-        self._others: dict[int, str] = {}
         # Storages that operations of the block created. While a weak reference exists, no other
         # storage, such as one that is created without an operation, gets the same identity.
         self._made: dict[int, StorageWeakRef] = {}
-        self._state = set(map(_identity, plain_tensors(state)))
+        self._state = set(map(storage_of, plain_tensors(state)))
         self._generators = generators
-        # Tensors outside of `state` that require a gradient, and the one that each has when the
-        # block first reads it, by id.
-        self._leaves: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         # By storage: weak references to those that existed before the block; a description and the
         # address of those on a device; and the name of the place of those that the block writes.
         self._memory: dict[int, StorageWeakRef] = {}
@@ -101,17 +94,13 @@ class Reads(TorchDispatchMode):
         # the block may put another tensor there.
         self._candidates = defaultdict[int, list[tuple[Place, Hashable]]](list)
         registered = (chain(each.parameters(), each.buffers()) for each in modules)
-        given = frozenset(map(id, chain.from_iterable(registered)))
-        self._search = partial(closed_over, function, [*modules, *objects], given)
+        self._given = frozenset(map(id, chain.from_iterable(registered)))
+        self._search = partial(closed_over, function, [*modules, *objects], self._given)
         for place, value in self._search():
-            if isinstance(value, nn.Module):
-                sharded = filter(fsdp_param_of, value.parameters())
-                for tensor in plain_tensors(p for p in sharded if id(p) not in given):
-                    self._others.setdefault(tensor.data_ptr(), place.name)
-            elif isinstance(value, torch.Tensor | list | tuple | dict):
+            if isinstance(value, torch.Tensor):
                 found = place, address_of(value)
-                for tensor in plain_tensors(elements(value)):
-                    self._candidates[_identity(tensor)].append(found)
+                for tensor in plain_tensors([value]):
+                    self._candidates[storage_of(tensor)].append(found)
             else:
                 self.numbers.setdefault(place.name, value)
 
@@ -135,18 +124,19 @@ class Reads(TorchDispatchMode):
         if "c10d" in func.namespace:
             self.groups.update(_groups(leaves))
         if is_captured:
-            self._require_given(leaves)
+            for leaf in leaves:
+                self._require_given(leaf, func)
         runs_on_host = all(map(is_of_host, tensors))
         for tensor in tensors:
             # In an eager region, which every replay runs again, the host may do what it likes.
             is_free = not is_captured and is_of_host(tensor)
-            if not is_free and _identity(tensor) not in self._made:
+            if not is_free and storage_of(tensor) not in self._made:
                 is_written = id(tensor) in written
                 self._note(tensor, func, runs_on_host=runs_on_host, is_written=is_written)
         result = func(*args, **kwargs)
-        known = {0, *map(_identity, tensors)}
+        known = {0, *map(storage_of, tensors)}
         for made in plain_tensors(tree_leaves(result)):
-            if (identity := _identity(made)) not in known:
+            if (identity := storage_of(made)) not in known:
                 self._made[identity] = StorageWeakRef(made.untyped_storage())
         return result
 
@@ -154,17 +144,7 @@ class Reads(TorchDispatchMode):
         self, tensor: torch.Tensor, func: Any, *, runs_on_host: bool, is_written: bool
     ) -> None:
         """Notes that an operation uses a tensor that the block did not create."""
-        identity = _identity(tensor)
-        if self._others and identity and (name := self._others.get(tensor.data_ptr())):
-            raise CaptureError(
-                f"it uses {name}, a sharded module that was not passed to graphed_step",
-                expected="every sharded module that the step uses",
-                got="a module whose state the graph cannot guard or restore",
-                fix=f"graphed_step(..., {name})",
-            )
-        is_leaf = tensor.requires_grad and tensor.is_leaf and fsdp_param_of(tensor) is None
-        if is_leaf and identity not in self._state:
-            self._leaves.setdefault(id(tensor), (tensor, tensor.grad))
+        identity = storage_of(tensor)
         by_value = is_of_host(tensor) and (runs_on_host or tensor.ndim == 0)
         found = self._candidates[identity]
         if self._stream is not None and by_value and not found:
@@ -184,27 +164,47 @@ class Reads(TorchDispatchMode):
                 )
             self._require_captured(tensor.device)
             self._written.setdefault(identity, name)
-        # A storage that cannot be resized is a slice of other memory, as a gradient is of its
-        # shard. Its lifetime is not that of the memory, and references of the engine would be
+        # The lifetime of a slice is not that of the memory, and references of the engine would be
         # mistaken for the program's.
-        if identity and identity not in self._memory and tensor.untyped_storage().resizable():
+        if identity and identity not in self._memory and not is_slice(tensor):
             self._memory[identity] = StorageWeakRef(tensor.untyped_storage())
             if tensor.device.type not in ("cpu", "meta") and identity not in self._state:
                 what = name or f"a tensor of shape {tuple(tensor.shape)} that {func} reads"
                 self._on_device[identity] = what, tensor.untyped_storage().data_ptr()
 
-    def _require_given(self, leaves: Iterable[Any]) -> None:
-        """Refuses a generator that is not registered with the graph. Up to 2.14, torch
-        raises too.
+    def _require_given(self, leaf: Any, func: Any) -> None:
+        """Refuses a generator that is not registered with the graph, for which torch raises too up
+        to 2.14, and a parameter whose gradient or shard the graph could neither guard nor restore.
         """
-        for leaf in leaves:
-            if isinstance(leaf, torch.Generator) and leaf.device.type != "cpu":
-                own = torch.get_device_module(leaf.device).default_generators
-                if _CDATA(leaf) not in map(_CDATA, (*self._generators, *own)):
-                    raise CaptureError(
-                        "it draws from a torch.Generator that was not passed to graphed_step",
-                        fix="graphed_step(..., generator)",
-                    )
+        if isinstance(leaf, torch.Generator) and leaf.device.type != "cpu":
+            own = torch.get_device_module(leaf.device).default_generators
+            if _CDATA(leaf) not in map(_CDATA, (*self._generators, *own)):
+                raise CaptureError(
+                    "it draws from a torch.Generator that was not passed to graphed_step",
+                    fix="graphed_step(..., generator)",
+                )
+        managed = fsdp_param_of(leaf)
+        if managed is not None:
+            is_given, name = id(managed.sharded) in self._given, managed.name
+        else:
+            is_trained = isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf
+            is_trained = is_trained and torch.is_grad_enabled() and func is not _DETACH
+            is_given = not is_trained or id(leaf) in self._given
+            is_given = is_given or all(map(self._is_known, plain_tensors([leaf])))
+            name = "a tensor that requires a gradient"
+        if not is_given:
+            raise CaptureError(
+                f"it uses {name}, which is no parameter of a module that was passed to "
+                "graphed_step",
+                expected="every module that is sharded or trained, to guard and restore its state",
+                got="a parameter of none",
+                fix="graphed_step(..., module); and make an nn.Parameter of a module of a tensor "
+                "that is trained by itself",
+            )
+
+    def _is_known(self, tensor: torch.Tensor) -> bool:
+        """Returns whether the block made a tensor, or it is of the state or the inputs."""
+        return storage_of(tensor) in self._made or storage_of(tensor) in self._state
 
     def _require_captured(self, device: torch.device) -> None:
         """Refuses a write on a stream that is not captured: it is executed now and not by a replay.
@@ -227,9 +227,9 @@ class Reads(TorchDispatchMode):
         """Refuses a step that stores an argument and reads it in the next call: `buffers`, the
         graph's inputs, hold the next call's arguments by then.
         """
-        memory = set(map(_identity, buffers))
+        memory = set(map(storage_of, buffers))
         for place in self.places:
-            if memory.intersection(map(_identity, plain_tensors([place.found()]))):
+            if memory.intersection(map(storage_of, plain_tensors([place.found()]))):
                 raise CaptureError(
                     f"it stores an argument in {place.name}, and reads it in the next call",
                     expected="a copy in the program's own memory",
@@ -237,42 +237,24 @@ class Reads(TorchDispatchMode):
                     fix=f"{place.name}.copy_(...), or pass it as an argument",
                 )
 
-    def take_leaves(self) -> list[torch.Tensor]:
-        """Returns the tensors outside of `state` that the block reads and that have a gradient when
-        it begins or ends, and restores these gradients. Forgets all such tensors, so that they can
-        be freed.
-        """
-        leaves, self._leaves = self._leaves.values(), {}
-        found = []
-        for leaf, before in leaves:
-            if leaf.grad is not None or before is not None:
-                leaf.grad = before
-                found.append(leaf)
-        return found
-
     def written(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (name, bytes) of each storage that existed before the block, was written in it,
         and still exists. The name is that of its place, or "" if the function does not close over
         it.
         """
-        for identity, content in self._existing():
-            if identity in self._written:
+        for identity in self._written.keys() & self._memory.keys():
+            storage = torch.UntypedStorage._new_with_weak_ptr(self._memory[identity].cdata)
+            if storage is not None and storage.nbytes():
+                empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+                content = empty.set_(storage, 0, (storage.nbytes(),), (1,))
                 yield self._written[identity], content
 
     def writes(self, tensor: torch.Tensor) -> bool:
         """Returns whether an operation of the block wrote the tensor's storage."""
-        return _identity(tensor) in self._written
-
-    def _existing(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yields (identity, bytes) of each storage in `_memory` that still exists."""
-        for identity, memory in self._memory.items():
-            storage = torch.UntypedStorage._new_with_weak_ptr(memory.cdata)
-            if storage is not None and storage.nbytes():
-                empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
-                yield identity, empty.set_(storage, 0, (storage.nbytes(),), (1,))
+        return storage_of(tensor) in self._written
 
     def close(self, segments: Iterable[tuple[int, int]]) -> Sequence[Callable[[], object]]:
-        """Sets `memory` and `written_memory`.
+        """Forgets what the block made, and the memory that turned out to be the graph's.
 
         Args:
             segments: the address ranges of the graph's own memory. Inductor allocates it without a
@@ -288,7 +270,7 @@ class Reads(TorchDispatchMode):
             for place, value in self._search()
             if isinstance(value, torch.Tensor)
             and not isinstance(value, nn.Parameter)
-            and all(_identity(each) in self._made for each in plain_tensors([value]))
+            and all(storage_of(each) in self._made for each in plain_tensors([value]))
         ]
         self._made.clear()
         own = list(segments)
@@ -297,8 +279,6 @@ class Reads(TorchDispatchMode):
             for memory, (what, address) in self._on_device.items()
             if not any(begin <= address < end for begin, end in own)
         }
-        self.memory = Memory(content for _, content in self._existing())
-        self.written_memory = Memory(content for _, content in self.written())
         return left
 
     @property
@@ -339,11 +319,3 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator
         is_write = each.alias_info is not None and each.alias_info.is_write
         if is_write or func.namespace == "c10d":
             yield from plain_tensors(tree_leaves(given.get(each.name)))
-
-
-def _identity(tensor: torch.Tensor) -> int:
-    """Returns the identity of a tensor's storage; 0 if it has none, like a sparse tensor."""
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except NotImplementedError:
-        return 0

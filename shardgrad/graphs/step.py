@@ -53,13 +53,6 @@ __all__ = ["GraphedStep", "UncapturableStepWarning", "graphed_step"]
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-_KEPT = (
-    "gradients of an earlier call, which the program keeps and a replay would overwrite. Clone them"
-)
-_SHARED = (
-    "memory that two arguments share, or an argument and what the step closes over, and that it "
-    "writes. Pass a clone, or pass it once"
-)
 _LOST = 3  # consecutive uncompared graphs after which capture is refused
 _GUARDS = methodcaller("guards")
 _IN_A_ROW = 7  # consecutive calls with something new after which the program is warned
@@ -113,7 +106,7 @@ def graphed_step(
     Args:
         capturables: every module, optimizer and `shardgrad.GradScaler` that the step uses. The
             state of objects that are not passed is neither guarded nor restored. A step that uses a
-            sharded module that is not passed is refused.
+            sharded module or trains a parameter that is not passed is refused.
         warmup: number of eager calls before the first capture, at least 1.
         pool: the `GraphPool` of another graphed step that uses the same models; None for a new one.
         max_graphs: number of graphs to keep. Beyond it, the least recently used one is dropped.
@@ -228,7 +221,7 @@ class GraphedStep(Generic[_P, _R]):
         guards = _modes(self.pool.device), *map(_GUARDS, self._capturables)
         key = inputs.key, guards
         captured = self._look_up(key)
-        self._news = self._what_is_new(key) if captured is None else _why_not(captured, inputs)
+        self._news = self._what_is_new(key) if captured is None else captured.why_not()
         self._before = key
         if captured is not None and captured.is_compared and not self._news:
             self._with_news = 0
@@ -258,7 +251,7 @@ class GraphedStep(Generic[_P, _R]):
             captured = self._capture_or_refuse(inputs, self._seen[self._before])
             if captured is not None:
                 self.captures += 1
-                self._news = _why_not(captured, inputs)
+                self._news = captured.why_not()
         self._warn_of_news()
         if captured is None or self._news:
             return self._run_eagerly(inputs)
@@ -440,13 +433,6 @@ class GraphedStep(Generic[_P, _R]):
         with _stale_streams_overridden(), captured.captured(), reads:
             outputs = detached(self._function(*args, **kwargs))
             reads.refuse_kept(buffers.buffers)
-            if leaves := reads.take_leaves():
-                # From now on, they count as parameters of a module that the step was given.
-                module: Any = nn.Module()
-                # Not `register_parameter`, which takes instances of `nn.Parameter` only.
-                module._parameters.update({f"leaf {i}": leaf for i, leaf in enumerate(leaves)})
-                self._capturables.append(capturable(module))
-                raise CaptureAgain("gradients of tensors that are parameters of no module")
             if self.pool.device.type == "cuda":
                 require_launch_order(reads.groups)
             # The state after the function ran: gradients may have been allocated in the capture.
@@ -542,13 +528,6 @@ class GraphedStep(Generic[_P, _R]):
         """
         self.reset()
         self._closed = True
-
-
-def _why_not(captured: CapturedStep, inputs: Inputs) -> str:
-    """Returns why a graph must not be replayed in this call; "" after preparing a replay."""
-    if captured.buffers.is_shared(inputs, captured.reads):
-        return _SHARED
-    return "" if all(map(call, captured.before_replays)) else _KEPT
 
 
 def _frozen(

@@ -131,60 +131,6 @@ def test_weights_with_all_gather_extensions_are_captured(
     yield losses, list(plain_tensors(p.to_local().detach() for p in model.parameters()))
 
 
-@pytest.mark.parametrize("view", [False, True])
-@same_bits_as_eager
-def test_a_gradient_of_a_plain_module_that_the_program_keeps_is_not_overwritten(
-    graphed: Graphed, device: torch.device, view: bool
-) -> Values:
-    model, adapter = build(), nn.Linear(WIDTH, WIDTH).to(device)
-
-    @graphed(model, adapter, warmup=WARMUP)
-    def step(x: Tensor) -> Tensor:
-        loss = model(adapter(x)).square().mean()
-        loss.backward()
-        model.zero_grad()
-        return loss
-
-    kept = []
-    for number in range(2 * STEPS):
-        step(batch(number, device))
-        if number >= STEPS:
-            grad = adapter.weight.grad
-            kept.append(grad[0] if view else grad)
-            del grad
-        adapter.zero_grad()
-    require_replays(step, 1, STEPS + 1 - WARMUP)  # then the program holds what the next would write
-    yield kept
-
-
-SHARED: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
-    "one tensor given twice": lambda memory: (memory[:16], memory[:16]),
-    "two views of one tensor": lambda memory: (memory[:16], memory[1:17]),
-    "a row that is expanded": lambda memory: (memory[:1].expand(16, WIDTH), memory[1:17].clone()),
-    "written, and closed over": lambda memory: (memory[2:], memory[:16].clone()),
-    "read, and written by closure": lambda memory: (memory[:16].clone(), memory[2:]),
-}
-
-
-@pytest.mark.parametrize("arguments", SHARED.values(), ids=SHARED)
-@same_bits_as_eager
-def test_arguments_may_share_memory(
-    graphed: Graphed, device: torch.device, arguments: Callable[[Tensor], tuple[Tensor, Tensor]]
-) -> Values:
-    """A step writes its first argument and a tensor that it closes over, and reads its second."""
-    model, memory = build(), torch.zeros(18, WIDTH, device=device)
-
-    @graphed(model, warmup=WARMUP)
-    @torch.no_grad()
-    def step(x: Tensor, written: Tensor, read: Tensor) -> Tensor:
-        written[1].add_(x[0])
-        memory[-1].add_(memory[2] + 1)
-        return model(x + read)
-
-    for number in range(STEPS):
-        yield step(batch(number, device), *arguments(memory)), memory
-
-
 def writes_its_result_of_before(
     model: nn.Module, x: Tensor, state: Tensor, received: Tensor
 ) -> tuple[Tensor, ...]:
@@ -252,29 +198,6 @@ def test_tensors_that_a_step_leaves_in_attributes_are_those_of_the_latest_call(
         yield log, model[0].scale
         if number % 3 == 0:
             log.clear()
-
-
-@same_bits_as_eager
-def test_a_parameter_of_no_module_has_its_gradient_after_the_step(
-    graphed: Graphed, device: torch.device
-) -> Values:
-    """An optimizer outside of the step trains it with the gradients of two calls."""
-    model, temperature = build(), torch.zeros((), device=device, requires_grad=True)
-    optimizer = torch.optim.SGD([temperature], lr=0.1)
-
-    @graphed(model, warmup=WARMUP)
-    def step(x: Tensor) -> Tensor:
-        loss = loss_of(model, x) * temperature.exp()
-        loss.backward()
-        model.zero_grad()
-        return loss
-
-    for number in range(STEPS):
-        yield step(batch(number, device)), temperature.grad
-        if number % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert not isinstance(step, GraphedStep) or step.replays
 
 
 def _with_another_region(block: Any) -> Callable[[Tensor], Tensor]:

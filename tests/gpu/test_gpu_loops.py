@@ -562,6 +562,11 @@ def an_average_that_is_not_given(graphed: Any, device: torch.device) -> Values:
     return called(step, 1)
 
 
+def a_temperature_of_no_module(graphed: Any, device: torch.device) -> Values:
+    temperature = torch.zeros((), device=device, requires_grad=True)
+    return called(graphed(warmup=1)(lambda x: (x * temperature).sum().backward()), ROWS)
+
+
 def in_two_threads(graphed: Any, device: torch.device) -> Values:
     """The second thread comes while the first captures, which goes on."""
     errors: list[Exception] = []
@@ -672,7 +677,13 @@ REFUSED = {
     ),
     "a sharded module that is not given": (
         an_average_that_is_not_given,
-        r"it uses average, a sharded module that[\s\S]*graphed_step\(\.\.\., average\)",
+        r"it uses 0\.weight, which is no parameter of a module that was passed[\s\S]*"
+        r"in step: mean\.mul_\(0\.9\)\n  try:      graphed_step\(\.\.\., module\)",
+    ),
+    "a parameter of no module": (
+        a_temperature_of_no_module,
+        r"it uses a tensor that requires a gradient, which is no parameter[\s\S]*"
+        r"\(x \* temperature\)[\s\S]*make an nn\.Parameter of a module",
     ),
     "two threads": (
         in_two_threads,
