@@ -23,6 +23,7 @@ import torch
 from torch.optim import Optimizer
 
 from shardgrad.errors import OptionError
+from shardgrad.graphs.closed_over import address_of
 from shardgrad.graphs.outputs import host_value, plain_tensors
 
 __all__ = [
@@ -152,7 +153,7 @@ class OptimizerState(Capturable):
 
     def begin_call(self) -> None:
         """See `Capturable`."""
-        if not isinstance(self._optimizer, torch.optim.Adam | torch.optim.AdamW):
+        if not isinstance(self._optimizer, torch.optim.Adam):  # or AdamW
             return
         for number, group in enumerate(self._optimizer.param_groups):
             rate, device = group["lr"], _device(group)
@@ -169,8 +170,8 @@ class OptimizerState(Capturable):
         params = tuple([tuple(map(id, group["params"])) for group in groups])
         numbers = tuple(
             [
-                (key, value if type(value) in _NUMBERS else _constant(value, device))
-                for group, device in zip(groups, map(_device, groups), strict=True)
+                (key, value if type(value) in _NUMBERS else _constant(value))
+                for group in groups
                 for key, value in group.items()
                 if key != "params"
             ]
@@ -197,17 +198,14 @@ def _device(group: dict[str, Any]) -> torch.device | None:
     return group["params"][0].device if group["params"] else None
 
 
-def _constant(value: Any, device: torch.device | None) -> Hashable:
+def _constant(value: Any) -> Hashable:
     """Returns what a graph freezes of a hyperparameter that is not a number: of a tensor the
-    address, and its value, too, if it is not on the device of the parameters.
+    address, and its value, too, if it is on the host.
     """
     if isinstance(value, list | tuple):
-        return tuple([_constant(each, device) for each in value])
-    if not isinstance(value, torch.Tensor):
-        return repr(value)
-    is_read = value.device == device
-    addresses = tuple(map(torch.Tensor.data_ptr, plain_tensors([value])))
-    return addresses, b"" if is_read else host_value(value)
+        return tuple(map(_constant, value))
+    is_tensor = isinstance(value, torch.Tensor)
+    return (address_of(value), host_value(value)) if is_tensor else repr(value)
 
 
 capturable.register(Capturable, lambda value: value)

@@ -157,13 +157,12 @@ def _parts(value: Any) -> Iterator[tuple[str, _Way]]:
         for index in range(-1, len(value) - 1):  # -1, since appending changes what is last
             yield f"[{index % len(value)}]", ((getitem, index),)
     elif isinstance(value, type):
-        names = _of_classes(value)
+        own: Any = [vars(each) for each in value.__mro__ if not _is_torchs_or_ours(each)]
+        parts = ChainMap(*own).items()
+        names = [n for n, part in parts if isinstance(part, _CODE) or not n.startswith("__")]
     elif isinstance(value, nn.Module) or not _is_torchs_or_ours(type(value)):
-        # What an object finds in its class are its attributes, since it may get its own later.
-        defined = _of_classes(type(value)).items()
-        names = [name for name, part in defined if not isinstance(part, _CODE)]
-        names += _attributes(value)
-        yield "", ((getattr, "__class__"),)  # for its functions
+        names = _attributes(value)
+        yield "", ((getattr, "__class__"),)  # for its functions, and what they find there
     for name in names:
         yield f".{name}", ((getattr, name),)
 
@@ -177,29 +176,17 @@ def _attributes(value: Any) -> Iterator[str]:
             if name not in _OF_EVERY_MODULE or (name.endswith("_hooks") and part):
                 yield name
     elif not isinstance(value, ModuleType):
-        yield from own
-
-
-def _of_classes(kind: type) -> dict[str, Any]:
-    """Returns the functions and values that a class has from classes of the program."""
-    own: Any = [vars(each) for each in kind.__mro__ if not _is_torchs_or_ours(each)]
-    return {
-        name: part
-        for name, part in ChainMap(*own).items()
-        if isinstance(part, _CODE) or not name.startswith("__")
-    }
+        yield from (*own, *getattr(value, "__slots__", ()))
 
 
 def _variables(function: FunctionType) -> Iterator[tuple[str, _Way]]:
-    cells, variables = (getattr, "__closure__"), (getattr, "__globals__")
     for index, name in enumerate(function.__code__.co_freevars):
-        yield name, (cells, (getitem, index), (getattr, "cell_contents"))
-    names = set(_names(function.__code__))
+        yield name, ((getattr, "__closure__"), (getitem, index), (getattr, "cell_contents"))
+    names, variables = set(_names(function.__code__)), (getattr, "__globals__")
     for name in names & function.__globals__.keys():
         part = function.__globals__[name]
-        if not isinstance(part, ModuleType):
-            yield name, (variables, (getitem, name))
-        elif is_of_the_program(getattr(part, "__file__", None) or ""):
+        yield name, (variables, (getitem, name))
+        if isinstance(part, ModuleType):
             for inner in names & vars(part).keys():
                 yield f"{name}.{inner}", (variables, (getitem, name), (getattr, inner))
 

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardgrad.engine.grad_group import SWITCHES
 from shardgrad.engine.grad_shard import GradMemory, GradShard
@@ -68,7 +67,6 @@ class ModuleState(Capturable):
         # The shards that had memory before the present capture; None outside of captures. See
         # [Note: Gradients in a graph's pool].
         self._with_memory: set[GradShard] | None = None
-        self._registered_before: dict[str, Any] = {}  # `_registered` before the present capture
         self._trains: tuple[bool, ...] = ()  # `requires_grad` of `_trainable` in this call
         self._is_placed = False  # True if `_trains` is as in the call before
         self._collect()
@@ -186,23 +184,18 @@ class ModuleState(Capturable):
         """Called at a border of a graph. Refuses a step that has replaced registered objects, which
         a replay would not do.
         """
-        before = self._registered_before
-        names = [name for name, one in self._registered().items() if one is not before.get(name)]
+        before = self._collected_from[len(self._units) :]
+        now = chain.from_iterable(map(dict.items, self._registers))
+        names = [name for (name, one), old in zip(now, before, strict=False) if one is not old]
         if names:
             raise CaptureError(
                 f"the step replaces {names[0]}, which a replay would not do",
                 expected="the same modules, parameters and buffers as at the start of the step",
                 got=f"{len(names)} replaced",
                 where=names[0],
-                fix=f"write buffers in place: self.{names[0].rpartition('.')[2]}.copy_(...); "
+                fix=f"write buffers in place: self.{names[0]}.copy_(...); "
                 "replace parameters and modules between calls",
             )
-
-    def _registered(self) -> dict[str, Any]:
-        """Returns the modules, buffers and parameters under the module, by name."""
-        module = self._module
-        named = module.named_modules(), module.named_buffers(), module.named_parameters()
-        return dict(chain.from_iterable(named))
 
     def _allocated_in_capture(self) -> list[GradShard]:
         others = self._with_memory
@@ -266,7 +259,6 @@ class ModuleState(Capturable):
         if not self._is_placed:  # the group's tables of offsets must be copied from the host again
             raise CaptureAgain("requires_grad changed since the previous call")
         self._with_memory = {shard for shard in self._shards() if shard.has_memory}
-        self._registered_before = self._registered()
         # Each list is filled by the capture.
         overwritten = [(shard, shard.begin_capture()) for shard in self._shards()]
         return lambda: all(
@@ -360,18 +352,6 @@ def _refuse_uncapturable_groups(groups: Iterable[ParamGroup]) -> None:
                 where=where,
                 fix="offload_policy=OffloadPolicy(), or call the step without graphed_step",
             )
-        for p in group.params:
-            kind = type(local_of(p.sharded))
-            is_wrapper = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-            if is_wrapper and not is_traceable_wrapper_subclass(local_of(p.sharded)):
-                raise CaptureError(
-                    f"{p.name} is a tensor whose memory is unknown, so it cannot be compared or "
-                    "restored after a capture",
-                    expected="a wrapper subclass with __tensor_flatten__ and __tensor_unflatten__",
-                    got=kind.__name__,
-                    where=where,
-                    fix="add both methods to the class, or call the step without graphed_step",
-                )
 
 
 class OptimState(Capturable):

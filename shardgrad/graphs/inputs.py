@@ -12,9 +12,8 @@ writes to host memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
-from functools import partial
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import is_dataclass
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -121,8 +120,8 @@ def _opened(value: Any) -> tuple[Hashable, Iterable[Any], Callable[[list[Any]], 
     """Returns a tree's kind, its children, and a function that rebuilds it from other children;
     None for a leaf.
 
-    Dataclasses and block masks are trees, too, besides torch's pytrees. Tuples, lists and
-    dictionaries have their own code because this runs at every replay and `tree_flatten` takes
+    Dataclasses without slots and block masks are trees, too, besides torch's pytrees. Tuples, lists
+    and dictionaries have their own code because this runs at every replay and `tree_flatten` takes
     three times as long.
     """
     kind: Any = type(value)
@@ -135,23 +134,15 @@ def _opened(value: Any) -> tuple[Hashable, Iterable[Any], Callable[[list[Any]], 
     parts, spec = tree_flatten(value, is_leaf=lambda part: part is not value)
     if not spec.is_leaf():
         return spec, parts, spec.unflatten
-    if not (isinstance(value, BlockMask) or is_dataclass(kind)):
+    if not (isinstance(value, BlockMask) or is_dataclass(kind)) or not hasattr(value, "__dict__"):
         return None
-    # Fields may be in slots, and `__dict__` may have attributes that `__post_init__` or a cached
-    # property has added: take both.
-    named = [field.name for field in fields(kind)] if is_dataclass(kind) else []
-    names = tuple(dict.fromkeys((*named, *getattr(value, "__dict__", ()))))
-    return (kind, names), [getattr(value, name) for name in names], partial(_instance, kind, names)
 
+    def instance(parts: list[Any]) -> Any:
+        made = object.__new__(kind)  # without `__init__`: a copy is not validated again
+        vars(made).update(zip(vars(value), parts, strict=True))
+        return made
 
-def _instance(kind: Any, names: Sequence[str], parts: list[Any]) -> Any:
-    """Returns an instance with these attributes, without running `__init__`, so that a copy is not
-    validated again.
-    """
-    instance = object.__new__(kind)
-    for name, value in zip(names, parts, strict=True):
-        object.__setattr__(instance, name, value)
-    return instance
+    return (kind, *vars(value)), vars(value).values(), instance
 
 
 def for_eager_call(inputs: Inputs, device: torch.device) -> Any:
@@ -161,16 +152,12 @@ def for_eager_call(inputs: Inputs, device: torch.device) -> Any:
 
     Streams: on the current stream.
     """
-    is_inference = torch.is_inference_mode_enabled()
 
     def passed(given: torch.Tensor) -> torch.Tensor:
-        if given.device.type != device.type:
-            return given.to(device, non_blocking=True)
-        # Outside of inference mode, autograd cannot save an inference tensor.
-        return given.detach() if is_inference or not given.is_inference() else given.clone()
+        is_there = given.device.type == device.type
+        return given.detach() if is_there else given.to(device, non_blocking=True)
 
-    with torch.inference_mode(False):
-        return _filled(inputs.arguments, map(passed, inputs.tensors))
+    return _filled(inputs.arguments, map(passed, inputs.tensors))
 
 
 def _filled(value: Any, tensors: Iterator[torch.Tensor]) -> Any:

@@ -281,20 +281,14 @@ class Reads(TorchDispatchMode):
         }
         return left
 
-    @property
-    def are_unchanged(self) -> bool:
-        """False if a replay would not read what an eager step would: the program has replaced a
-        tensor that the block read, or has freed device memory from outside of the graph.
-        """
-        return not any(map(_EXPIRED, self._on_device)) and all(
-            place.key() == found for place, found in self.places.items()
-        )
-
     def changed(self) -> list[str]:
-        """Returns descriptions of what has changed; see `are_unchanged`."""
+        """Returns what a replay would read other than an eager step: tensors that the block read
+        and that the program has replaced, and device memory from outside of the graph that it has
+        freed.
+        """
         replaced = [place.name for place, found in self.places.items() if place.key() != found]
         freed = [what for memory, (what, _) in self._on_device.items() if _EXPIRED(memory)]
-        return sorted({*replaced, *freed})
+        return [*replaced, *freed]
 
 
 def _groups(leaves: Sequence[Any]) -> Iterator[dist.ProcessGroup]:

@@ -22,7 +22,6 @@ from typing import Any, Generic, Literal, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
@@ -35,7 +34,6 @@ from shardgrad.graphs.comparison import Comparison
 from shardgrad.graphs.eager_regions import handle_eager_calls, is_in_step
 from shardgrad.graphs.inputs import InputBuffers, Inputs, flatten_inputs, for_eager_call
 from shardgrad.graphs.lifetime import has_graphs
-from shardgrad.graphs.other_ranks import announce, announced
 from shardgrad.graphs.outputs import apart_from, detached, used_on
 from shardgrad.graphs.pool import GraphPool
 from shardgrad.graphs.preflight import (
@@ -113,8 +111,7 @@ def graphed_step(
         on_uncapturable: what to do if a capture fails, once all state is restored: "raise" a
             CaptureError, or warn and run the call "eager". In both cases, later calls with the same
             input key run eagerly. Ranks must capture together: if only some can, the collectives of
-            the others fail or time out, and those ranks raise a CaptureError that names a rank that
-            could not capture.
+            the others fail or time out.
 
     Returns:
         A decorator that turns a function into a `GraphedStep`. The next call overwrites the tensors
@@ -227,19 +224,7 @@ class GraphedStep(Generic[_P, _R]):
             self._with_news = 0
             return self._replay(captured, inputs, self.pool.caller)
         with self.pool.turn():
-            try:
-                return self._run_on_pool(captured, inputs)
-            except CollectiveError as error:
-                what = announced()
-                if not what:
-                    raise
-                raise CaptureError(
-                    f"not all ranks could capture {self._name}. On {what}",
-                    expected="a capture on every rank, or on none",
-                    got=str(error).splitlines()[0],
-                    where=f"rank {dist.get_rank()}",
-                    fix="make that rank run the same operations in a step as the others",
-                ) from error
+            return self._run_on_pool(captured, inputs)
 
     def _run_on_pool(self, captured: CapturedStep | None, inputs: Inputs) -> Any:
         """Runs a call without a graph, with a graph that is not compared yet, or with one that must
@@ -328,7 +313,7 @@ class GraphedStep(Generic[_P, _R]):
     def _look_up(self, key: Hashable) -> CapturedStep | None:
         # A list, since hashing thousands of guards is slower than comparing them.
         for captured in reversed(self._graphs):
-            if captured.key == key and captured.reads.are_unchanged:
+            if captured.key == key and not captured.reads.changed():
                 self._graphs.remove(captured)
                 self._graphs.append(captured)
                 return captured
@@ -447,12 +432,11 @@ class GraphedStep(Generic[_P, _R]):
         before the next call, so that none of them could be compared.
         """
         latest = [each for each in self._graphs if each.key == self._before][-_LOST:]
-        lost = [each.reads.changed() for each in latest if not each.is_compared]
-        if len(lost) == _LOST and all(lost):
+        if len(latest) == _LOST and not any(each.is_compared for each in latest):
             raise CaptureError(
                 "it reads memory that was replaced or freed before the next call, "
                 f"{_LOST} times in a row",
-                where=listed(lost[-1]),
+                where=listed(latest[-1].reads.changed()),
                 fix="pass the tensor as an argument, or keep one tensor and write into it",
             )
 
@@ -470,7 +454,6 @@ class GraphedStep(Generic[_P, _R]):
         added = "".join(f"\n{each}" for each in issues)
         what = f"could not be captured: {cause.what}"
         self._refused[self._before[0]] = what
-        announce(f"{self._name} {what}")
         if not self._raises:
             place = f" [{where}]" if where else ""
             self._warn(f"{what}{place}. It runs eagerly.{added}", depth=7)

@@ -133,11 +133,6 @@ def in_a_class() -> Case:
     return "Settings.scale", lambda: Settings.of_class(), Settings, "scale"
 
 
-def in_an_object_that_had_it_of_its_class() -> Case:
-    settings = Settings()
-    return "settings.scale", lambda: settings.scale * 2, settings, "scale"
-
-
 def in_a_method_that_a_property_calls() -> Case:
     settings = Settings()
     return "targets", lambda: settings.as_property + 1, globals(), "targets"
@@ -210,7 +205,6 @@ def read(step: Callable[[], Any]) -> Reads:
         in_a_partial,
         in_a_slot,
         in_a_class,
-        in_an_object_that_had_it_of_its_class,
         in_a_method_that_a_property_calls,
         in_a_function_that_torch_wraps,
         in_a_function_of_autograd,
