@@ -37,11 +37,11 @@ _PAGES = "_shardgrad_pages"  # set on the tensor that owns the memory
 
 def virtual_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Allocates a zeroed 1-D tensor whose memory can be released."""
-    nbytes = numel * dtype.itemsize
-    if nbytes == 0 or device.type == "meta":
+    if device.type == "meta":
         return torch.zeros(numel, dtype=dtype, device=device)
+    nbytes = max(numel, 1) * dtype.itemsize  # no range of addresses is empty
     pages = _HostPages(nbytes) if device.type == "cpu" else _DevicePages(nbytes, device)
-    tensor = pages.whole.view(dtype)
+    tensor = pages.whole.view(dtype)[:numel]
     tensor.__dict__[_PAGES] = pages
     return tensor
 

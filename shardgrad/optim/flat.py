@@ -419,7 +419,6 @@ class FlatOptimizer(Optimizer):
             for segment in self._segments
             if segment.is_allocated and isinstance(segment, ShardedSegment)
             for flat in segment.state.values()
-            if flat.numel()
         ]
         require_virtual(states)
         give_back(states)

@@ -61,6 +61,13 @@ def test_pages_come_back_at_their_address_with_what_was_in_them() -> None:
     assert not memory.any()
 
 
+def test_memory_without_elements_can_be_given_back() -> None:
+    empty = virtual_zeros(0, torch.float32, torch.device("cpu"))
+    give_back([empty])
+    bring_back([empty])
+    assert empty.shape == (0,)
+
+
 def test_addresses_are_free_once_no_tensor_is_left() -> None:
     before = resident_nbytes()
     for _ in range(10):
