@@ -93,8 +93,10 @@ def test_only_what_is_under_the_called_part_is_looked_at() -> None:
     model = blocks(SHARDGRAD)
     an_adapter(model)
     model[0](torch.ones(2, WIDTH)).sum().backward()  # the other part has the adapter
-    with pytest.raises(UnownedParameterError, match=r"lora\.weight"):
-        model[1](torch.ones(2, WIDTH))
+    model[0].scale = nn.Parameter(torch.ones(WIDTH))
+    for part, name in zip(model, ("scale", r"lora\.weight"), strict=True):
+        with pytest.raises(UnownedParameterError, match=name):
+            part(torch.ones(2, WIDTH))
 
 
 # -- around the units

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardgrad import MixedPrecisionPolicy, fully_shard
 from shardgrad.errors import RankDisagreementError
+from tests.support.parity import hsdp_mesh
 from tests.support.ranks import on_ranks
 
 WIDTH = 6
@@ -52,7 +53,8 @@ def test_one_value_that_differs_is_told_on_every_rank(name: str, dtype: torch.dt
     with torch.no_grad():
         if dist.get_rank() == 1:
             model.get_parameter(name).view(-1)[-1] += 1
-    sharded(model)
+    fully_shard(model[0], mesh=hsdp_mesh(2, 1))  # each mesh is compared
+    fully_shard(model)
     with pytest.raises(RankDisagreementError) as caught:
         trains(model, dtype)
     text = str(caught.value)
