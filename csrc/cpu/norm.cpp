@@ -127,8 +127,8 @@ void finish_norm(const NormArguments& args) {
     value = join(norm, value, args.scratch[worker]);
     not_finite += args.scratch[kNormWorkers + worker];
   }
-  args.out[0] = value;
-  args.out[1] = not_finite;
+  args.out[0] = join(norm, args.out[0], value);
+  args.out[1] += not_finite;
 }
 
 }  // namespace shardgrad::cpu

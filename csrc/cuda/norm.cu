@@ -101,8 +101,8 @@ __global__ void __launch_bounds__(kThreads)
   }
   found = join_block<kNorm>(mine);
   if (threadIdx.x == 0) {
-    args.out[0] = found.value;
-    args.out[1] = found.not_finite;
+    args.out[0] = join(kNorm, args.out[0], found.value);
+    args.out[1] += found.not_finite;
   }
 }
 

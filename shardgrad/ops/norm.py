@@ -27,9 +27,10 @@ def norm_reference(
     tiles: int,
     norm_type: float = 2.0,
 ) -> None:
-    """Accumulates a norm's sum over the live rows of a segment: `sum(|g| ** norm_type)`.
+    """Adds the live rows of a segment to a norm's sum: `sum(|g| ** norm_type)`.
 
-    The caller takes the root, after adding other segments and ranks. For an infinite `norm_type`
+    The caller takes the root, after adding other segments and ranks. A segment without live rows
+    changes nothing, not even the bits. For an infinite `norm_type`
     the result is the largest |g| (the smallest for minus infinity), and for 0 the number of nonzero
     elements. A NaN anywhere makes the result NaN, except for `norm_type` 0.
 
@@ -38,9 +39,8 @@ def norm_reference(
     their sums are added in order.
 
     Args:
-        out: float64, 2 elements: the accumulated value, and how many elements are infinite or NaN.
-            Overwritten. Without live elements: 0, or infinity if `norm_type` is minus infinity; and
-            0.
+        out: float64, 2 elements: the accumulated value, which begins at 0, or at infinity if
+            `norm_type` is minus infinity; and how many elements are infinite or NaN.
         scratch: float64, `NORM_SCRATCH_NUMEL` elements that are zero before its first use; its own
             afterwards. Calls whose order is not fixed, on several streams, need one each.
         flat: the gradients, 1-D, any of the four dtypes; read at `grad_offset`.
@@ -64,17 +64,14 @@ def norm_reference(
     bad = sum(int((~piece.isfinite()).sum()) for piece in live)
     sizes = [piece.to(torch.float64).abs() for piece in live]
     # torch's minimum and maximum propagate NaN, and so does the sum.
-    if math.isinf(norm_type):
-        edge = torch.amax if norm_type > 0 else torch.amin
-        parts, start = [edge(size) for size in sizes], 0.0 if norm_type > 0 else math.inf
-        total = edge(torch.stack([*parts, torch.full_like(out[0], start)]))
-    else:
-        total = torch.zeros_like(out[0])
-        for size in sizes:
+    total, count = out.data.view(-1).unbind()
+    for size in sizes:
+        if math.isinf(norm_type):
+            edge = torch.maximum if norm_type > 0 else torch.minimum
+            edge(total, size.amax() if norm_type > 0 else size.amin(), out=total)
+        else:
             total += (size != 0).sum() if norm_type == 0 else size.pow(norm_type).sum()
-    into = out.data.view(-1)
-    into[0].copy_(total)
-    into[1].fill_(bad)
+    count += bad
 
 
 norm_ = declare(

@@ -28,9 +28,9 @@ __all__ = ["find_nonfinite", "norm_of"]
 
 _WHAT = "all-reduce of the gradients' norm"
 
-# (value, groups): a norm's sum and its count of non-finite elements, and the process groups over
-# which both must be reduced.
-_Part = tuple[torch.Tensor, tuple[dist.ProcessGroup, ...]]
+# A norm's sum and its count of non-finite elements, by the process groups over which both must be
+# reduced, and the device.
+_Sums = dict[tuple[tuple[dist.ProcessGroup, ...], torch.device], torch.Tensor]
 
 
 def norm_of(
@@ -62,11 +62,11 @@ def norm_of(
             got=repr(norm_type),
             fix="norm_type=2.0",
         )
-    parts = _parts(gradients, norm_type)
-    if not parts:
+    sums = _local_sums(gradients, norm_type)
+    if not sums:
         zero = torch.zeros((), dtype=torch.float32, device=device)
         return zero, zero
-    total, count = _over_ranks(parts, norm_type).unbind()
+    total, count = _over_ranks(sums, norm_type).unbind()
     norm = total if norm_type == 0 or math.isinf(norm_type) else total.pow(1.0 / norm_type)
     nonfinite = ((count > 0) | ~torch.isfinite(norm)).float()
     if gradients.selections:
@@ -125,17 +125,47 @@ def _remember(selection: Selection, nonfinite: torch.Tensor) -> None:
     shard.judge(nonfinite, selection.live)
 
 
-def _parts(gradients: Gradients, norm_type: float) -> list[_Part]:
-    parts: list[_Part] = []
-    groups: tuple[dist.ProcessGroup, ...]
+def _local_sums(gradients: Gradients, norm_type: float) -> _Sums:
+    """Adds up what this rank has.
+
+    One shard after the other: a shard without gradients, which has memory in a graph and none in an
+    eager step, then changes no bit of the sum.
+    """
+    sums: _Sums = {}
     scratch: dict[torch.device, torch.Tensor] = {}
+
+    def add(
+        flat: torch.Tensor,
+        touched: torch.Tensor,
+        groups: tuple[dist.ProcessGroup, ...],
+        table: torch.Tensor,
+        tiles: int,
+    ) -> None:
+        device = flat.device
+        if device not in scratch:
+            numel = ops.NORM_SCRATCH_NUMEL
+            scratch[device] = torch.zeros(numel, dtype=torch.float64, device=device)
+        if (groups, device) not in sums:
+            start = torch.zeros(2, dtype=torch.float64, device=device)
+            if norm_type == -math.inf:
+                start[0].fill_(math.inf)
+            sums[groups, device] = start
+        ops.norm_(
+            sums[groups, device],
+            scratch[device],
+            flat=flat,
+            touched=touched,
+            rows=table,
+            tiles=tiles,
+            norm_type=norm_type,
+        )
+
     for selection in gradients.selections:
         shard = selection.shard
-        for groups, rows, tiles in _tables_of(shard, selection.places):
-            value = _local_norm(shard.flat, shard.flags, rows, tiles, norm_type, scratch)
-            parts.append((value, groups))
+        for part in _tables_of(shard, selection.places):
+            add(shard.flat, shard.flags, *part)
     for grad in gradients.plain:
-        groups = ()
+        groups: tuple[dist.ProcessGroup, ...] = ()
         if isinstance(grad, DTensor):
             groups = _sharding_groups(grad)
             grad = grad.to_local()
@@ -148,9 +178,8 @@ def _parts(gradients: Gradients, norm_type: float) -> list[_Part]:
             )
         flat = grad.detach().contiguous().view(-1)
         one = torch.ones(1, dtype=torch.float32, device=flat.device)
-        table, tiles = _table_of_one(flat.numel(), flat.device)
-        parts.append((_local_norm(flat, one, table, tiles, norm_type, scratch), groups))
-    return parts
+        add(flat, one, groups, *_table_of_one(flat.numel(), flat.device))
+    return sums
 
 
 # By shard and places. Cached so that the tables are on the device before a capture.
@@ -199,30 +228,6 @@ def _table_of_one(numel: int, device: torch.device) -> tuple[torch.Tensor, int]:
         return rows.to(device), tiles
 
 
-def _local_norm(
-    flat: torch.Tensor,
-    touched: torch.Tensor,
-    rows: torch.Tensor,
-    tiles: int,
-    norm_type: float,
-    scratch: dict[torch.device, torch.Tensor],
-) -> torch.Tensor:
-    device = flat.device
-    if device not in scratch:
-        scratch[device] = torch.zeros(ops.NORM_SCRATCH_NUMEL, dtype=torch.float64, device=device)
-    out = torch.empty(2, dtype=torch.float64, device=device)
-    ops.norm_(
-        out,
-        scratch[device],
-        flat=flat,
-        touched=touched,
-        rows=rows,
-        tiles=tiles,
-        norm_type=norm_type,
-    )
-    return out
-
-
 def _sharding_groups(grad: DTensor) -> tuple[dist.ProcessGroup, ...]:
     """Returns the process groups over which another library's DTensor is sharded."""
     if any(placement.is_partial() for placement in grad.placements):
@@ -235,20 +240,18 @@ def _sharding_groups(grad: DTensor) -> tuple[dist.ProcessGroup, ...]:
     return groups_cut_over(grad.device_mesh, grad.placements)
 
 
-def _over_ranks(parts: Sequence[_Part], norm_type: float) -> torch.Tensor:
-    """Reduces all parts to one, by sum or extreme; those with the same groups before they
-    are sent.
-    """
+def _over_ranks(sums: _Sums, norm_type: float) -> torch.Tensor:
+    """Reduces all to one, by sum or extreme; those with the same groups before they are sent."""
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
-    for value, groups in parts:
+    for (groups, _), value in sums.items():
         by_groups.setdefault(groups, []).append(value)
-    sums = []
+    reduced = []
     for groups, values in by_groups.items():
         value = _combined(values, norm_type)
         for group in groups:
             _all_reduce(value, group, norm_type)
-        sums.append(value)
-    return _combined(sums, norm_type)
+        reduced.append(value)
+    return _combined(reduced, norm_type)
 
 
 def _combined(values: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:

@@ -39,6 +39,9 @@ def test_norms_of_live_rows_are_torchs_in_float64(
     expected = torch.linalg.vector_norm(whole, norm_type).item()
     assert rooted(value, norm_type) == pytest.approx(expected, **CLOSE)
     assert not_finite == 0
+    if not math.isinf(norm_type):
+        more, _ = run_norm(backend, s, norm_type, 7.0)
+        assert more - 7.0 == pytest.approx(value, **CLOSE)
 
 
 @pytest.mark.parametrize("sizes", [SIZES, (0, 0), ()], ids=str)
@@ -50,6 +53,7 @@ def test_without_live_elements_the_norm_is_that_of_nothing(
     for norm_type in NORM_TYPES:
         expected = math.inf if norm_type == -math.inf else 0.0
         assert run_norm(backend, s, norm_type) == (expected, 0.0)
+        assert norm_type == -math.inf or run_norm(backend, s, norm_type, 0.1) == (0.1, 0.0)
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])

@@ -213,10 +213,13 @@ def run_sgd(
     )  # fmt: skip
 
 
-def run_norm(backend: str, s: Segment, norm_type: float = 2.0) -> tuple[float, float]:
-    out = torch.full((2,), math.nan, dtype=torch.float64, device=s.grad.device)
+def run_norm(
+    backend: str, s: Segment, norm_type: float = 2.0, so_far: float = 0.0
+) -> tuple[float, float]:
+    start = [math.inf if norm_type == -math.inf else so_far, 0.0]
     scratch = torch.zeros(ops.NORM_SCRATCH_NUMEL, dtype=torch.float64, device=s.grad.device)
     for _ in range(2):  # which takes the scratch as the first one leaves it
+        out = torch.tensor(start, dtype=torch.float64, device=s.grad.device)
         operator(backend, "norm_")(out, scratch, s.grad, s.touched, s.rows, s.tiles, norm_type)
     assert scratch[-1] == 0, "the ticket was not given back"
     value, not_finite = out.tolist()
