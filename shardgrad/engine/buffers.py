@@ -286,11 +286,9 @@ class SlotRing:
             if slot.holder is not None:
                 return
         self._turns, self._largest = list(self.slots), 0
-        for slot in self._turns:
-            if self.keeps:
-                slot.return_lent()
-            else:
-                slot.give_back(joined)
+        # What a ring keeps on a device has nothing lent: see `CollectiveConfig.reduces_plainly`.
+        for slot in () if self.keeps else self._turns:
+            slot.give_back(joined)
 
 
 class RecurringMemory:

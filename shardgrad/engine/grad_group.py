@@ -36,7 +36,7 @@ would act on zeros.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
 from functools import partial
 from itertools import repeat
@@ -61,7 +61,6 @@ from shardgrad.policies import REDUCES_IN_GRAD_DTYPE
 
 __all__ = [
     "SWITCHES",
-    "TRANSITIONS",
     "GradGroup",
     "GradState",
     "ReductionScheduler",
@@ -82,25 +81,13 @@ def grads_of(group: ParamGroup) -> GradGroup:
 
 
 class GradState(Enum):
-    """How far the current or expected backward has come with a group's gradients."""
+    """How far the running backward has come with a group's gradients."""
 
-    __hash__ = object.__hash__  # as in `ParamState`
     IDLE = auto()  # no backward involves them: bound gradients are final
-    ENTERED = auto()  # the unit ran a forward whose backward is expected
     COLLECTING = auto()  # they arrive from autograd: half written
     READY = auto()  # complete: waiting for the group's turn
     # Sent, with the reduction in flight or over; or added to the sums that wait on this rank.
     SENT = auto()
-
-
-# The states that may follow each state. Only `ReductionScheduler` makes transitions.
-TRANSITIONS = {
-    GradState.IDLE: {GradState.ENTERED, GradState.COLLECTING, GradState.READY},
-    GradState.ENTERED: {GradState.COLLECTING, GradState.IDLE},
-    GradState.COLLECTING: {GradState.READY, GradState.IDLE},
-    GradState.READY: {GradState.SENT, GradState.IDLE},
-    GradState.SENT: {GradState.COLLECTING, GradState.READY, GradState.IDLE},
-}
 
 
 _HOOKED = "_shardgrad_hooked"
@@ -130,8 +117,8 @@ class GradGroup:
         trainable: the group's `trainable` when places were last assigned.
         holds_frozen: some of `params` do not require grad.
         unsharded: the unsharded parameters of `params`, once they exist.
-        hooked: the group's first unsharded parameter when hooks were last installed.
-        state: changed only by the scheduler.
+        hooked: the group's `trainable` when hooks were last installed.
+        state: changed by the scheduler.
         waits_for_unit: the unit's post-backward tells when no more gradients come.
         is_due: an earlier backward was not synchronized. If this rank has no sums, others may.
         scheduler: of the root; None before the root is known.
@@ -173,12 +160,12 @@ class GradGroup:
     def refresh_trainable(self) -> None:
         """Assigns places in the gradient layout to the parameters that require grad.
 
-        Called while no backward runs, if the group's `trainable` has changed, or if there are
+        Called when a backward begins, if the group's `trainable` has changed, or if there are
         frozen parameters in the layout, whose gradients may have been set to None since.
 
-        A parameter that stops requiring grad keeps its place while it has a gradient, while
-        gradients wait, or while a backward is expected. One that begins to require grad gets a
-        place. Waiting gradients are reduced first, because they were packed with the old layout.
+        A parameter that stops requiring grad keeps its place while it has a gradient, or while
+        gradients wait. One that begins to require grad gets a place. Waiting gradients are reduced
+        first, because they were packed with the old layout.
         """
         trainable = self.group.carry_requires_grad()
         is_new = self._generation != self.group.generation
@@ -190,9 +177,7 @@ class GradGroup:
         params, attribute = self.group.params, self.group.gradient_policy.attribute
         kept = {p for p in params if getattr(p.sharded, attribute, None) is not None}
         kept |= {p for p in params if p.unsharded is not None and p.unsharded.grad is not None}
-        # Places can only be removed if no gradients wait and no backward is expected, which might
-        # bring gradients, also for parameters that are unfrozen by then.
-        if self.state is not GradState.IDLE or self.is_due or self.partial.is_live:
+        if self.is_due or self.partial.is_live:
             kept.update(self.params)
         placed = [p for p in params if p.sharded.requires_grad or p in kept]
         if is_new or placed != self.params:
@@ -247,15 +232,18 @@ class GradGroup:
 
     def hook(self) -> None:
         """Installs the hooks that collect the gradients of trainable parameters."""
-        self.hooked = self.group.params[0].unsharded
+        self.hooked = self.group.trainable
         self._index = {id(p.unsharded): i for i, p in enumerate(self.params)}
         self.unsharded = [p.unsharded for p in self.params if p.unsharded is not None]
         # Hooks on parameters, not on the module, collect a gradient whichever path the loss took.
         # Autograd runs them on the stream of the AccumulateGrad node (pytorch#140044,
         # DeepSpeed#7965), which `take` records.
         hook = partial(_collect, weakref.ref(self))
-        for unsharded in self.unsharded:
-            if unsharded.requires_grad and _HOOKED not in unsharded.__dict__:
+        for p in self.group.params:
+            unsharded = p.unsharded
+            if unsharded is None or not unsharded.requires_grad:
+                continue
+            if _HOOKED not in unsharded.__dict__:
                 unsharded.__dict__[_HOOKED] = True
                 unsharded.register_post_accumulate_grad_hook(hook)
                 if REDUCES_IN_GRAD_DTYPE and self.group.reduce_dtype.itemsize > unsharded.itemsize:
@@ -683,16 +671,11 @@ class GradGroup:
             self.summed = ()
         return was_summed
 
-    def move(self, state: GradState) -> None:
-        """Changes the state; raises RuntimeError if `TRANSITIONS` does not allow it."""
-        if state not in TRANSITIONS[self.state]:
-            raise RuntimeError(
-                f"gradients of {self.group.where}: invalid transition from {self.state} to {state}"
-            )
-        if state is GradState.IDLE:  # autograd has synchronized its streams
-            self._pack_streams.clear()
-            self.waits_for_unit = False
-        self.state = state
+    def end_backward(self) -> None:
+        """Notes that no backward runs any more; autograd has synchronized its streams."""
+        self._pack_streams.clear()
+        self.waits_for_unit = False
+        self.state = GradState.IDLE
 
 
 @outside_graphs
@@ -708,10 +691,12 @@ def _collect(owner: weakref.ref[GradGroup], unsharded: torch.Tensor) -> None:
     if not unsharded.requires_grad:
         return
     scheduler = grads.scheduler
-    # The scheduler must see the first gradient, which begins a backward, and the last one of each
-    # group. Calling it for all others would cost more than they need.
+    if not scheduler.backward_running:
+        scheduler.begin_backward(in_autograd=True)
+    # The scheduler must see the last gradient of each group. Calling it for all others would cost
+    # more than they need.
     is_last = grads.take(unsharded, grad, scheduler.comm_ctx.streams)
-    if is_last or not scheduler.backward_running or scheduler.enrolment is not None:
+    if is_last or scheduler.enrolment is not None:
         scheduler.arrived(grads)
 
 
@@ -732,10 +717,17 @@ class Enrolment(Protocol):
 
 
 class ReductionScheduler:
-    """Decides the order of reductions under one root. See [Note: Order of reductions]."""
+    """Decides the order of reductions under one root. See [Note: Order of reductions].
 
-    def __init__(self, comm_ctx: CommContext, end_backward: Callable[[], None]) -> None:
+    Attributes:
+        groups: those under the root, in construction order.
+    """
+
+    def __init__(
+        self, comm_ctx: CommContext, groups: Sequence[GradGroup], end_backward: Callable[[], None]
+    ) -> None:
         self.comm_ctx = comm_ctx
+        self.groups = groups
         # Called once, when autograd ends a backward whose start was seen.
         self._end_backward = end_backward
         self.backward_running = False
@@ -744,7 +736,8 @@ class ReductionScheduler:
         # the end of one that retains no graph. Nothing is resharded in between.
         self.reads_again = False
         self.keeps_graph = False
-        self._entered: list[GradGroup] = []
+        # Those whose units ran a forward with grad enabled, in that order, and no backward since.
+        self._entered: dict[GradGroup, None] = {}
         self._queue: list[GradGroup] = []  # the last is reduced first
         self.in_flight: list[Reduction] = []  # launched by completed backwards
         self._launched: list[Reduction] = []  # by the running backward
@@ -758,9 +751,8 @@ class ReductionScheduler:
             self.enrolment.note(grads)
         if self.backward_running:
             self.expect(grads)
-        elif grads.state is GradState.IDLE:
-            grads.move(GradState.ENTERED)
-            self._entered.append(grads)
+        else:
+            self._entered[grads] = None
 
     def expect(self, grads: GradGroup) -> None:
         """Queues a group that backward has reached without a recorded forward; it is reduced next.
@@ -769,11 +761,10 @@ class ReductionScheduler:
         of an older graph. Another call of a unit may then follow its reduction. All ranks reduce it
         again, whichever have gradients.
         """
-        if grads.state is GradState.IDLE or (
-            grads.state is GradState.SENT and self.enrolment is None
-        ):
+        is_again = grads.state is GradState.SENT and self.enrolment is None
+        if grads.params and (grads.state is GradState.IDLE or is_again):
             grads.waits_for_unit = True
-            grads.move(GradState.COLLECTING)
+            grads.state = GradState.COLLECTING
             self._queue.append(grads)
 
     def begin_backward(self, *, in_autograd: bool) -> None:
@@ -784,6 +775,10 @@ class ReductionScheduler:
         if self.backward_running:
             return
         self.backward_running = True
+        # The program may have changed `requires_grad` at any time before, also inside a forward.
+        for grads in self.groups:
+            if grads.group.carry_requires_grad() is not grads.trainable or grads.holds_frozen:
+                grads.refresh_trainable()
         # Hooks run with grad enabled if backward creates a graph. A backward of such a graph may
         # also retain it.
         self.keeps_graph = in_autograd and (
@@ -795,20 +790,18 @@ class ReductionScheduler:
             # Reductions do not depend on gradients of the root's outputs.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         # All ranks share the order of forwards, and so its reverse.
-        self._queue, self._entered = self._entered, []
+        self._queue, self._entered = [grads for grads in self._entered if grads.params], {}
         for grads in self._queue:
-            grads.move(GradState.COLLECTING)
+            grads.state = GradState.COLLECTING
         if self.enrolment is not None:
             # Under `participate`, every rank reduces the groups that any rank has run.
             self._queue = self.enrolment.begin()
             for grads in self._queue:
                 if grads.state is GradState.IDLE:  # this rank has run no forward of it
-                    grads.move(GradState.READY)
+                    grads.state = GradState.READY
 
     def arrived(self, grads: GradGroup) -> None:
-        """Handles the first gradient of a backward or the last one of a group."""
-        if not self.backward_running:
-            self.begin_backward(in_autograd=True)
+        """Handles the last gradient of a group."""
         if self.enrolment is not None:
             self.enrolment.note(grads)
         # Only a group whose unit's inputs need no gradients is complete now. Others are closed by
@@ -821,7 +814,7 @@ class ReductionScheduler:
         if self.enrolment is not None and not self.enrolment.is_complete(grads):
             return
         if grads.state is GradState.COLLECTING:
-            grads.move(GradState.READY)
+            grads.state = GradState.READY
         self.reduce_ready()
 
     def reduce_ready(self) -> None:
@@ -836,9 +829,6 @@ class ReductionScheduler:
             self._reduce(self._queue.pop())
 
     def _reduce(self, grads: GradGroup) -> None:
-        # Not closed yet, but backward is over, so no more gradients come.
-        if grads.state is not GradState.READY:
-            grads.move(GradState.READY)
         # Zero-bubble schedules write gradients of unsharded parameters without autograd's hooks.
         grads.collect_written(self.comm_ctx.streams)
         only_sums = grads.group.stage.sums_unsharded and not self.is_last_backward
@@ -858,9 +848,9 @@ class ReductionScheduler:
             grads.is_due = True
             if grads.count:
                 grads.add_up(self.comm_ctx.streams)
-        grads.move(GradState.SENT)
+        grads.state = GradState.SENT
 
-    def drain(self, groups: Iterable[GradGroup], *, wait: bool) -> None:
+    def drain(self, *, wait: bool) -> None:
         """Ends a backward: reduces the remaining groups under the root, in construction order.
 
         With `wait`, the current stream then waits for the gradients. Otherwise reductions stay in
@@ -871,7 +861,7 @@ class ReductionScheduler:
             self._reduce(self._queue.pop())
         for reduction in self.in_flight:
             reduction.start_second_step()  # may leave a partial sum, or include the earlier one
-        for grads in groups:
+        for grads in self.groups:
             # These groups have gradients although their unit did not enter forward, for example
             # after `unshard()` by hand; or the program has written them; or earlier backwards have
             # left some.
@@ -881,8 +871,7 @@ class ReductionScheduler:
                 if self.enrolment is not None:
                     self.enrolment.refuse_late(grads)
                 self._reduce(grads)
-            if grads.state is not GradState.IDLE:
-                grads.move(GradState.IDLE)
+            grads.end_backward()
         self.backward_running = False
         # `join` completes them, or an earlier reduction that needs their slots.
         self.in_flight += self._launched
@@ -917,13 +906,14 @@ class ReductionScheduler:
     def inherit(self, other: ReductionScheduler) -> None:
         """Takes over groups that entered forward under another root and now belong to this one."""
         # Units outside the new root keep their old root.
-        self._entered += [grads for grads in other._entered if grads.scheduler is self]
-        other._entered = [grads for grads in other._entered if grads.scheduler is not self]
+        for grads in [grads for grads in other._entered if grads.scheduler is self]:
+            del other._entered[grads]
+            self._entered[grads] = None
         self.in_flight += other.in_flight
         # A graph created under the other root may read parameters of this one again.
         self.reads_again |= other.reads_again
 
-    def abandon_backward(self, groups: Iterable[GradGroup]) -> list[str]:
+    def abandon_backward(self) -> list[str]:
         """Undoes a failed backward.
 
         Returns the names of the units that lose gradients which it has sent or been added to.
@@ -933,14 +923,13 @@ class ReductionScheduler:
         launched, self._launched = self._launched, []
         mixed = {reduction.name for reduction in launched if reduction.abandon()}
         lost: dict[str, None] = {}
-        for grads in groups:
+        for grads in self.groups:
             if grads.abandon_backward() or grads.group.name in mixed:
                 lost[grads.group.name] = None
-            if grads.state is not GradState.IDLE:
-                grads.move(GradState.IDLE)
+            grads.end_backward()
         return list(lost)
 
-    def abort(self, groups: Iterable[GradGroup]) -> None:
+    def abort(self) -> None:
         """Drops everything that is not in a gradient shard, and this backward's writes to
         shards.
         """
@@ -948,6 +937,6 @@ class ReductionScheduler:
             reduction.abandon()
         self.in_flight = []
         self._entered.clear()
-        self.abandon_backward(groups)
+        self.abandon_backward()
         for ring in self.comm_ctx.rings:
             ring.rewind()

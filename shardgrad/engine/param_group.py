@@ -388,7 +388,8 @@ class ParamGroup:
         steps_taken: how often an optimizer has changed the parameters; see
             `checks/optimizer_hooks.py`.
         trainable: per parameter, the `requires_grad` that the sharded and the unsharded one last
-            had in common; a new object after a change. () for new parameters.
+            had in common; a new object after a change, and if there are new unsharded parameters.
+            () for new sharded ones.
         is_filled: the unsharded memory has the values of the last all-gather.
         in_flight: the all-gather that `unshard` has started and nothing has waited for.
         keeps_memory: a reshard does not free the unsharded memory.
@@ -562,11 +563,12 @@ class ParamGroup:
         of the two the program set last.
         """
         params, latest = self.params, self.params[-1].unsharded
-        if latest is not None and self._both[-1] is not latest:
+        is_new = latest is not None and self._both[-1] is not latest
+        if is_new:
             self._both = [p.sharded for p in params] + [p.require_unsharded() for p in params]
         with DisableTorchFunctionSubclass():  # parameters answer three times as fast
             now = tuple(map(_REQUIRES_GRAD, self._both))
-        if self.trainable and now in (self.trainable, self.trainable * 2):
+        if not is_new and self.trainable and now in (self.trainable, self.trainable * 2):
             return self.trainable
         # If the unsharded parameter differs from the last common value, it wins.
         for p, was in zip(params, self.trainable, strict=False):
@@ -711,6 +713,7 @@ class ParamGroup:
             self.is_filled = True
         elif self._unsharded is not None:
             self._unsharded.wait()  # they may have been copied out on another stream
+        self.carry_requires_grad()
         if self.state is not UNSHARDED:
             # Register the unsharded parameters only now. If an exception came before, modules keep
             # the sharded ones, which checkpoints and optimizers look for.

@@ -207,7 +207,9 @@ class Unit:
             context = self.context or self._lazy_init(self)
             recorder.unit = self.name
             if not recomputing:
-                args, kwargs = context.enter_forward(self, args, kwargs)
+                # A backward that is still open was cut short: recomputations do not come here.
+                if context.forward_root in (None, self) or context.scheduler.backward_running:
+                    args, kwargs = context.enter_forward(self, args, kwargs)
                 self.running.append(module)
             if context.gather_through is not None:
                 context.gather_through(self)
@@ -219,8 +221,6 @@ class Unit:
                 for unit in context.upcoming(self):
                     unit.unshard(context.comm_ctx)
             self.wait_for_unshard(context.comm_ctx)
-            if not context.scheduler.backward_running:  # it may have frozen some in forward
-                self.refresh_trainable()
         if self.input_dtype is not None:
             args, kwargs = self.cast_inputs(args, kwargs)
         # Under `participate`, forwards without grad count too: reentrant checkpointing recomputes
@@ -228,8 +228,7 @@ class Unit:
         if not (torch.is_grad_enabled() or context.scheduler.enrolment is not None):
             return args, kwargs
         for grads in self.grad_groups:
-            if grads.params:
-                context.scheduler.enter(grads)
+            context.scheduler.enter(grads)
         # Inside a transform, no node can tell when the gradients have arrived.
         if is_transformed:
             return args, kwargs
@@ -283,49 +282,43 @@ class Unit:
         context = self.context or self._lazy_init(self)
         is_transformed = peek_interpreter_stack() is not None
         with temporarily_clear_interpreter_stack() if is_transformed else NOTHING:
-            self._leave(context, module, output, is_transformed=is_transformed)
+            recomputing, begins = _graph_task() != -1, []
+            if not recomputing and self.running:  # empty if a registered method has called forward
+                self.running.pop()
+            if torch.is_grad_enabled():
+                if is_transformed:
+                    # The transform's graph has tensors of its own, and hooks on the outputs would
+                    # not see its backward.
+                    context.scheduler.reads_again = True
+                else:
+                    begins = _tensors_with_grad(output)
+                    # Without any, gradients may still pass through this call, to its inputs or to
+                    # parameters, but no output can tell when backward begins. For example, torch
+                    # cannot look into the object that contains the outputs.
+                    is_trained = any(True in group.trainable for group in self.groups)
+                    if not begins and (self.outstanding or is_trained):
+                        self.held = True
+            if not recomputing and module not in self.running:
+                self.waiting_modules.discard(module)
+                if not self.waiting_modules:
+                    after = context.after_forward(self)
+                    if after is AfterForward.RESHARD:
+                        self._refuse_outputs_in_parameters(output)
+                        for group in self.groups:
+                            group.reshard_after_forward()
+                    elif after is AfterForward.HIDE:
+                        self.show_sharded()
+            before = None
+            if torch.is_grad_enabled() and not recomputing:
+                before, context.ran_last = context.ran_last, self
+            # Any output may get its gradient first, and some may get none, so each has the hook.
+            # Backward is expected to reach the unit that ran before next.
+            if begins:
+                self._watch_outputs(begins, before)
+            if not recomputing and context.forward_root is self and not self.running:
+                context.leave_forward(self)
         dtype = self.mp_policy.output_dtype
         return output if dtype is None else _cast(dtype, output)
-
-    def _leave(
-        self, context: RootContext, module: nn.Module, output: Any, *, is_transformed: bool
-    ) -> None:
-        recomputing, begins = _graph_task() != -1, []
-        if not recomputing and self.running:  # empty if a registered method has called forward
-            self.running.pop()
-        if not context.scheduler.backward_running:
-            self.refresh_trainable()
-        if torch.is_grad_enabled():
-            if is_transformed:
-                # The transform's graph has tensors of its own, and hooks on the outputs would not
-                # see its backward.
-                context.scheduler.reads_again = True
-            else:
-                begins = _tensors_with_grad(output)
-                # Without any, gradients may still pass through this call, to its inputs or to
-                # parameters, but no output can tell when backward begins. For example, torch cannot
-                # look into the object that contains the outputs.
-                if not begins and (self.outstanding or any(g.params for g in self.grad_groups)):
-                    self.held = True
-        if not recomputing and module not in self.running:
-            self.waiting_modules.discard(module)
-            if not self.waiting_modules:
-                after = context.after_forward(self)
-                if after is AfterForward.RESHARD:
-                    self._refuse_outputs_in_parameters(output)
-                    for group in self.groups:
-                        group.reshard_after_forward()
-                elif after is AfterForward.HIDE:
-                    self.show_sharded()
-        before = None
-        if torch.is_grad_enabled() and not recomputing:
-            before, context.ran_last = context.ran_last, self
-        # Any output may get its gradient first, and some may get none, so each has the hook.
-        # Backward is expected to reach the unit that ran before next.
-        if begins:
-            self._watch_outputs(begins, before)
-        if not recomputing:
-            context.leave_forward(self)
 
     def _watch_outputs(self, outputs: Sequence[torch.Tensor], before: Unit | None) -> None:
         """Makes the first gradient of any of these outputs call `pre_backward`."""
@@ -388,10 +381,7 @@ class Unit:
             call.begun_in = task
             self.open += 1
             for grads in self.grad_groups:
-                # Makes autograd skip parameters that the program has frozen since the forward.
-                grads.group.carry_requires_grad()
-                if grads.params:
-                    scheduler.expect(grads)
+                scheduler.expect(grads)
         # The program has declared that backward does not need this unit's parameters, or that it
         # unshards them itself.
         if not self.unshard_in_backward:
@@ -459,7 +449,7 @@ class Unit:
         stream = comm_ctx.streams.current()
         for group, grads in zip(self.groups, self.grad_groups, strict=True):
             group.wait_for_unshard()
-            if grads.hooked is not group.params[0].unsharded:  # they are new objects
+            if grads.hooked is not group.trainable:  # others train, or they are new objects
                 grads.hook()
             # Gradients that arrived on the former pack stream have recorded no event, so keep that
             # stream.
@@ -488,13 +478,6 @@ class Unit:
                 adopt(group)
                 require_data(group)
             group.reshard_if_stale()
-        self.refresh_trainable()
-
-    def refresh_trainable(self) -> None:
-        """Takes over changes of `requires_grad`, which a program may make inside a forward too."""
-        for group, grads in zip(self.groups, self.grad_groups, strict=True):
-            if group.carry_requires_grad() is not grads.trainable or grads.holds_frozen:
-                grads.refresh_trainable()
 
     def finish_backward(self, *, is_read_again: bool, is_last: bool) -> None:
         """Frees the unsharded parameters at the end of a backward, unless they are to be kept.
@@ -585,7 +568,7 @@ class RootContext:
         self.root = self.units[0]
         self.grad_groups = [grads for unit in self.units for grads in unit.grad_groups]
         self.comm_ctx = comm_ctx
-        self.scheduler = ReductionScheduler(comm_ctx, self.end_backward)
+        self.scheduler = ReductionScheduler(comm_ctx, self.grad_groups, self.end_backward)
         self.gather_through: Callable[[Unit | None], None] | None = None
         self.is_asleep = False
         self.post_optim_event: torch.Event | None = None
@@ -610,25 +593,20 @@ class RootContext:
     def enter_forward(
         self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Opens a forward if no other unit's forward is running.
+        """Opens a forward; no other unit's forward is running.
 
         A unit may also call itself, as a registered method does that calls forward.
 
         Streams: later all-gathers wait for the current stream, where the optimizer wrote the
         parameters.
         """
-        if self.is_asleep:
-            self.require_awake()
-        # A backward that is still open was cut short, because recomputations do not come here.
-        is_cut_short = self.scheduler.backward_running
-        if not (self.forward_root in (None, unit) or is_cut_short):
-            return args, kwargs
+        self.require_awake()
         # Only for programs that call `torch.cuda.graph` themselves: `graphed_step` quiesces before.
         if self.crosses_border():
             # A capture cannot wait for events recorded outside of it.
             self.comm_ctx.streams.forget_events()
             self.quiesce()
-        if is_cut_short:
+        if self.scheduler.backward_running:
             self.recover()
         self.take_over_changes()
         if torch.is_grad_enabled():
@@ -659,7 +637,6 @@ class RootContext:
 
         Every rank must call it, because it decides which units are all-gathered again.
         """
-        # This must precede `refresh`, which may lay out the gradients anew.
         self.free_gradients()
         is_default = self.root.reshard_after_forward is None
         if self._evaluated_last and is_default and not self.scheduler.reads_again:
@@ -784,8 +761,6 @@ class RootContext:
         """Closes the forward that `unit` opened, and drops prefetched parameters that were not
         used.
         """
-        if self.forward_root is not unit or unit.running:
-            return
         self.forward_root, is_kept = None, self.gather_through is not None
         self._evaluated_last = not torch.is_grad_enabled()
         # The root's first complete forward decides what later forwards prefetch.
@@ -829,7 +804,7 @@ class RootContext:
             # Free parameters before reducing the last groups, which reuse their memory.
             for unit in self.units:
                 unit.finish_backward(is_read_again=is_read_again, is_last=is_last)
-            self.scheduler.drain(self.grad_groups, wait=wait and is_last)
+            self.scheduler.drain(wait=wait and is_last)
             self.ran_last = None
             self._wait_until_read()
 
@@ -847,7 +822,7 @@ class RootContext:
             wait_for_device(self.comm_ctx.device)
         self._abandon()
         if is_backward:
-            lost = self.scheduler.abandon_backward(self.grad_groups)
+            lost = self.scheduler.abandon_backward()
             added = (
                 f" In units {', '.join(lost)}, they had been added to earlier gradients, which are "
                 "now None."
@@ -863,7 +838,7 @@ class RootContext:
         """Drops all pending work after a failed capture, of which nothing has run."""
         self.crosses_border()
         self._abandon()
-        self.scheduler.abort(self.grad_groups)
+        self.scheduler.abort()
 
     def _abandon(self) -> None:
         self.forward_root = self.ran_last = self.gather_through = None
