@@ -123,25 +123,21 @@ def test_a_step_that_keeps_nothing_has_the_same_gradient_objects_every_time() ->
 
 
 @on_ranks(2)
-def test_a_persistent_gradient_has_one_address_and_the_values_of_one_that_is_not() -> None:
+def test_a_persistent_gradient_has_one_address() -> None:
     model = sharded_mlp(gradient_policy=shardgrad.GradientPolicy(persistent=True))
-    plain = sharded_mlp()
     params = list(model.parameters())
     found = []
     for number in range(3):
-        for each in (model, plain):
-            forget(each)
-            backward(each, number)
+        forget(model)
+        backward(model, number)
         kept, *_ = grads = [param.grad for param in params]
-        for grad, other in zip(grads, plain.parameters(), strict=True):
-            assert torch.equal(value(grad), value(other.grad))
         found.append([(id(grad), grad.to_local().data_ptr()) for grad in grads])  # type: ignore[union-attr]
         assert found[-1] == found[0]
     then = value(kept)
     forget(model)
     backward(model, 9)
     assert not torch.equal(value(kept), then)  # which is what it costs
-    del kept, grads, grad, other
+    del kept, grads
     params[0].grad = params[0].grad * 2  # type: ignore[operator]
     shardgrad.clip_grad_norm_(model, 1e9)
     assert params[0].grad.to_local().data_ptr() == found[0][0][1]  # type: ignore[union-attr]

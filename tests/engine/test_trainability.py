@@ -104,45 +104,6 @@ def test_what_is_said_last_of_requires_grad_counts_on_either_parameter(
         model(SHARDGRAD.inputs(0, 5))
 
 
-@pytest.mark.parametrize("waits", ["set by hand", "a sum on this rank", "a sum of some ranks"])
-@pytest.mark.parametrize("after_forward", [False, True])
-@on_ranks(2)
-@as_unsharded
-def test_gradients_that_wait_outlive_what_is_frozen_and_thawed(
-    engine: Engine, waits: str, *, after_forward: bool
-) -> Tensors:
-    """As in plain torch, where neither says anything about the gradients that are there."""
-    mesh = {"mesh": hsdp_mesh(2, 1)} if waits == "a sum of some ranks" else {}
-    model = engine.shard_stack(stack(5, 7, 3), **mesh)
-
-    def loss(number: int) -> Tensor:
-        return engine.loss(model, number, 5)
-
-    def wait(flag: bool) -> None:
-        if waits == "a sum on this rank":
-            engine.sync(model, not flag)
-        elif not engine.whole_batch:
-            model.set_requires_all_reduce(not flag)
-
-    weight, bias = model[0].weight, model[2].bias.requires_grad_(False)
-    loss(0).backward()
-    model.zero_grad()
-    if waits == "set by hand":
-        if not engine.whole_batch:
-            model[0].unshard()
-        model[0].weight.grad = torch.ones(7, 5)
-    else:
-        wait(True)
-        loss(1).backward()
-    later = loss(2) if after_forward else None
-    (weight if after_forward else model[0].weight).requires_grad_(False)
-    bias.requires_grad_(True)
-    later = loss(2) if later is None else later
-    wait(False)
-    later.backward()
-    return engine.snapshot(model)
-
-
 @pytest.mark.parametrize("replicas", [1, 2])
 @on_ranks(2)
 @as_unsharded

@@ -84,54 +84,6 @@ def test_before_backward_the_root_alone_shows_unsharded_parameters() -> None:
         loss.backward()
 
 
-def scale_all(params: list[nn.Parameter]) -> None:
-    for param in params:
-        param.mul_(1.5)
-
-
-def scale_data(params: list[nn.Parameter]) -> None:
-    """As target networks are averaged: torch counts no version."""
-    for param in params:
-        param.data.mul_(1.5)
-
-
-def scale_at_once(params: list[nn.Parameter]) -> None:
-    """As averages of weights are kept: on `DTensor`s torch counts no version here either."""
-    torch._foreach_mul_(params, 1.5)
-
-
-Change = Callable[[list[nn.Parameter]], None]
-
-
-def changed_after_evaluations(
-    model: nn.Module, change: Change, *, asks_again: bool
-) -> list[Tensor]:
-    params, losses = list(model.parameters()), []
-    for _ in range(3):
-        loss = model(X).square().mean()
-        loss.backward()
-        losses.append(loss.detach())
-        with torch.no_grad():
-            for param in params:
-                param.sub_(param.grad, alpha=0.1)
-                param.grad = None
-            model(X)
-            change(list(model.parameters()) if asks_again else params)
-    return losses
-
-
-@pytest.mark.parametrize("change", [scale_all, scale_data, scale_at_once])
-@pytest.mark.parametrize("asks_again", [False, True], ids=["listed_before", "asked_again"])
-@on_ranks(2)
-def test_parameters_changed_after_an_evaluation_are_those_of_the_next_forward(
-    asks_again: bool, change: Change
-) -> None:
-    torch.testing.assert_close(
-        changed_after_evaluations(sharded_mlp(), change, asks_again=asks_again),
-        changed_after_evaluations(mlp(), change, asks_again=asks_again),
-    )
-
-
 class Encoder(nn.Module):
     """Its forward calls a method of its own, and then a layer that no other unit has."""
 

@@ -14,7 +14,7 @@ from tests.fuzz.programs.program import Block, Op, Program
 
 # Ends the state in which a failed backward is not cleared yet.
 _FORWARDS = ("train", "evaluate", "forward", "participate")
-_SETTINGS = ("sync", "sync_unit", "all_reduce", "last", "keep", "whole")
+_SETTINGS = ("sync", "sync_unit", "all_reduce", "last", "keep", "whole", "divide")
 _GRAPHED = (
     *("train", "evaluate", "sync", "all_reduce", "last", "clip", "scaled", "step", "zero"),
     "freeze",
@@ -51,6 +51,14 @@ class State:
         self._all_reduce = True
         self._is_last = True
         self._saved = False
+        self._assigned = False
+        self._shrinks = any(block.kind == "shrinks" for block in blocks)
+        # The next forward gathers again, whether torch has counted a write or not.
+        self._gathers = (
+            program.sharding.stage == 3
+            and program.sharding.reshard in (None, True)
+            and not {"keep", "whole", "unshard"} & {op.do for op in program.ops}
+        )
         self._froze = False
         self._library = program.optimizer.library
         self._has_new_optimizer()
@@ -90,6 +98,14 @@ class State:
             return False  # another one: the next forward drops what is being gathered
         if do in ("poke", "load", "resume") and self.program.optimizer.event:
             return False  # the next forward waits for the update alone
+        if self._shrinks and do in ("forward", "fail_forward", "fail_backward", "participate"):
+            return False  # another forward before the backward, or on some ranks
+        if self.program.sharding.gradients == "decoupled" and (
+            do == "hook" or op.how in ("torch", "other") or op.how.startswith("torch ")
+        ):
+            return False  # they read `param.grad`
+        if do == "poke" and op.how in ("data", "at once") and not self._gathers:
+            return False
         if do == "forward":
             return self._graphs < MOST_GRAPHS and not self._failed
         if do == "backward":
@@ -121,8 +137,8 @@ class State:
             return not self._in_flight
         if do == "save" and self._removed:
             return False
-        if do == "step" and self._waiting:
-            return False  # refused
+        if do in ("step", "divide") and self._waiting:
+            return False  # refused, or what is summed was divided
         if do in ("step", "poke", "save", *_SETTINGS):
             return (do in _SETTINGS and not self._graphs) or self._is_quiet
         if do in ("load", "resume"):
@@ -132,7 +148,7 @@ class State:
                 and ((do == "load" and op.how == "model") or not self._edited)
             )
         if do in ("assign", "renew", "cast"):
-            is_there = self._saved or op.how != "saved"
+            is_there = {"saved": self._saved, "former": self._assigned}.get(op.how, True)
             return self._is_reduced and is_there
         if do == "nan":
             return self._is_reduced and self._library == "shardgrad" and not self._reenters
@@ -233,6 +249,7 @@ class State:
             elif op.how == "remove":
                 self._groups, self._left_out = self._groups - 1, True
         elif do in ("assign", "renew"):
+            self._assigned |= do == "assign" and op.how != "own"
             self._has_new_optimizer()
             self._has_hooks &= do == "renew"
             if op.how == "other":
@@ -283,9 +300,9 @@ def fits(program: Program) -> bool:
     for block in blocks:
         # What runs again in backward has to do what it did in forward.
         outer_and_inner = (block, *block.inner) if block.recompute else ()
-        if any(each.kind in ("experts", "buffer", "again") for each in outer_and_inner):
+        if any(each.kind in ("experts", "buffer", "again", "shrinks") for each in outer_and_inner):
             return False
-        if block.kind == "buffer" and sharding.param_dtype:
+        if block.kind in ("buffer", "shrinks") and sharding.param_dtype:
             return False
         # Torch recomputes in the stream of whichever saved tensor is needed first.
         if block.recompute and (
@@ -294,8 +311,16 @@ def fits(program: Program) -> bool:
             or any(inner.stream or inner.sides or inner.hooks >= 0 for inner in block.inner)
         ):
             return False
-        if block.kind == "again" and any(inner.recompute == "reentrant" for inner in block.inner):
+        if block.kind == "again" and any(
+            inner.recompute == "reentrant" or inner.kind == "shrinks" for inner in block.inner
+        ):
             return False  # it runs twice
+    if any(block.kind == "shrinks" for block in blocks) and (
+        model.guess or model.ties or len(set(model.order)) < len(model.order)
+    ):
+        return False  # nor may autograd have saved the weight that forward writes once more
+    if sharding.gradients == "decoupled" and optimizer.library == "torch":
+        return False
     if sharding.stage in (1, 2) and sharding.reshard not in (None, False):
         return False
     if sharding.stage == "hfsdp" and (sharding.mesh == "flat" or sharding.columns):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from tests.fuzz.programs.contract import State, fits
+from tests.fuzz.programs.contract import State, fits, is_valid, shortened
 from tests.fuzz.programs.program import (
     PLAIN_STEP,
     Block,
@@ -46,6 +46,12 @@ EXTRA = (
 LATE = ("around", "assign", "renew")
 # What a part that runs around forward runs in its own forward, or that it is recomputed.
 INSIDE = ("", "", "saved", "itself", "layer", "trap")
+# Variants that came last.
+RARE = {
+    "poke": ("local", "data", "at once"),
+    "nan": ("assigned",),
+    "assign": ("former",),
+}
 MICROS = 6
 # How a loss scaler steps: torch's or ours, clipped in part or whole, with an infinity on one rank.
 SCALED = tuple(
@@ -77,7 +83,34 @@ def program_of(seed: int, world: str = "") -> Program:
             break
     if program.on_device:
         program = _on_streams(random.Random(f"streams {seed}"), program)
-    return replace(program, ops=_ops(rng, late, program))
+    program = replace(program, ops=_ops(rng, late, program))
+    return _with_what_is_rare(random.Random(f"rare {seed}"), program)
+
+
+def _with_what_is_rare(rng: random.Random, program: Program) -> Program:
+    """Returns a program with a few changes, of which those that do not fit are left out."""
+    blocks, ops = list(program.model.blocks), list(program.ops)
+    place = rng.randrange(len(blocks))
+    blocks[place] = replace(blocks[place], kind="shrinks", expert_units=False)
+    ops.insert(rng.randrange(len(ops) + 1), Op("divide", rng.randrange(8)))
+    gradients = rng.choice(("persistent", "decoupled"))
+    changes: list[dict[str, Any]] = [
+        {"model": replace(program.model, blocks=tuple(blocks))},
+        {"sharding": replace(program.sharding, gradients=gradients)},
+        {"ops": tuple(ops)},
+    ]
+    for change in changes:
+        if _often(rng, 0.2) and is_valid(changed := replace(program, **change)):
+            program = changed
+    for place, op in enumerate(program.ops):
+        if op.do in RARE and _often(rng, 0.3):
+            ops = [
+                *program.ops[:place],
+                replace(op, how=rng.choice(RARE[op.do])),
+                *program.ops[place + 1 :],
+            ]
+            program = shortened(program, tuple(ops)) or program
+    return program
 
 
 def _weighted(rng: random.Random, weights: dict[str, int]) -> str:

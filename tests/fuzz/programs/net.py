@@ -107,6 +107,9 @@ class FuzzBlock(nn.Module):
             return self.lin(x) + self.table(
                 torch.arange(len(x), device=x.device) % self.block.hidden
             )
+        if kind == "shrinks" and self.training:
+            with torch.no_grad():
+                self.lin.weight.mul_(0.9)
         if kind == "buffer":
             if self.training:
                 with torch.no_grad():

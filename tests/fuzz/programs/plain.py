@@ -9,13 +9,14 @@ backward reduces.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tests.fuzz.programs import net as nets
-from tests.fuzz.programs.net import Net
+from tests.fuzz.programs.net import FuzzBlock, Net
 from tests.fuzz.programs.program import Op, Program
 from tests.fuzz.programs.script import Script, Seen
 
@@ -49,6 +50,9 @@ class Plain(Script):
             self.params[name].requires_grad_(param.requires_grad)
             param.data = param.data.to(self._dtype)
         self._copies = dict(self.net.named_parameters())
+        for name, module in self.net.named_modules():
+            if isinstance(module, FuzzBlock) and module.block.kind == "shrinks":
+                module.register_forward_hook(partial(self._take_over, f"{name}.lin.weight"))
         self._waiting: dict[str, Tensor] = {}
         self.units = list(_owned(self.net).values())[::-1]  # the root first
         # By unit, the parameters that have had a gradient to wait for, or still have one.
@@ -56,6 +60,7 @@ class Plain(Script):
         self._waits = [False] * len(self.units)
         self._sync = [True] * len(self.units)
         self._all_reduce = [True] * len(self.units)
+        self._divide = [self.program.sharding.divide or self.program.ranks] * len(self.units)
         self._is_last = True
         self.optimizer = self.make_optimizer()
 
@@ -76,6 +81,9 @@ class Plain(Script):
         if not self.graphs:
             for name, copy in self._copies.items():
                 copy.data.copy_(self.params[name].detach())
+
+    def _take_over(self, name: str, *_: Any) -> None:
+        self.params[name].data.copy_(self._copies[name])
 
     def partial(self, op: Op) -> Seen:
         with _casting(self.net.blocks[op.n], self._dtype):
@@ -123,13 +131,13 @@ class Plain(Script):
         flags = torch.tensor([float(name in self._waiting) for name in names], dtype=torch.float64)
         summed = self._exchange(torch.cat([*parts, flags]))
         sums, flags = summed[: -len(names)], summed[-len(names) :]
-        divisor = self.program.sharding.divide or self.program.ranks
+        divisors = {n: by for unit, by in zip(self.units, self._divide, strict=True) for n in unit}
         totals = sums.split([shape.numel() for shape in shapes.values()])
         for name, total, flag in zip(names, totals, flags, strict=True):
             self._waiting.pop(name, None)
             if flag == 0:
                 continue
-            master, average = self.params[name], total.view(shapes[name]) / divisor
+            master, average = self.params[name], total.view(shapes[name]) / divisors[name]
             master.grad = average.clone() if master.grad is None else master.grad + average
             if name in self._hooks:
                 master.grad.mul_(0.5)
@@ -176,13 +184,6 @@ class Plain(Script):
             list(self.params.values()) if params is None else params, max_norm
         )
 
-    def skip_nan(self, op: Op) -> None:
-        for param in self.params.values():
-            if param.grad is not None:
-                param.grad = torch.zeros_like(param) if op.how == "zeros" else None
-        for param in self._left_out:
-            param.grad = None
-
     def model_state(self) -> Mapping[str, Any]:
         return {**self.params, **dict(self.net.named_buffers())}
 
@@ -214,6 +215,10 @@ class Plain(Script):
 
     def all_reduce(self, op: Op) -> Seen:
         self._all_reduce = [bool(op.n)] * len(self.units)
+        return {}
+
+    def divide(self, op: Op) -> Seen:
+        self._divide[op.n // 2 % len(self.units)] = (1.0, 3.0)[op.n % 2]
         return {}
 
     def last(self, op: Op) -> Seen:

@@ -16,8 +16,8 @@ class Block:
     Attributes:
         kind: "linear"; "mlp"; "norm": after a LayerNorm; "gain": times a parameter of one element;
             "spare": with a parameter that is not used; "table": plus rows of an embedding;
-            "buffer": less a running mean; "experts": one of two layers; "branch": with a side of
-            the detached input; "again": calls itself once.
+            "buffer": less a running mean; "shrinks": forward writes its weight; "experts": one of
+            two layers; "branch": with a side of the detached input; "again": calls itself once.
         hidden: size of what is inside.
         bias: layers have one.
         unit: sharded by itself.
@@ -90,6 +90,7 @@ class Sharding:
         columns: matrices are sharded along dim 1 where their size allows it.
         param_dtype, reduce_dtype: of `MixedPrecisionPolicy`; "" for None.
         wire_dtype: of `GradientPolicy`; "" for None.
+        gradients: "", or what `GradientPolicy` sets: "persistent", "decoupled".
         offload: `CPUOffloadPolicy`.
         zero_copy: parameters travel by themselves, however small they are.
         prefetch: "", "forward", "backward", "both": explicit prefetching of the block after next.
@@ -104,6 +105,7 @@ class Sharding:
     param_dtype: str = ""
     reduce_dtype: str = ""
     wire_dtype: str = ""
+    gradients: str = ""
     offload: bool = False
     zero_copy: bool = False
     prefetch: str = ""

@@ -32,11 +32,15 @@ class Script(ABC):
     Attributes:
         libraries: of optimizers, by the names that programs have for them.
         params: by name, what the optimizer updates and what has the final gradients.
+        gradient: name of the attribute of `params` that has the final gradients.
+        skips_nan: optimizers skip a step whose gradients are not finite.
     """
 
     params: dict[str, nn.Parameter]
     net: Net
     libraries: Any
+    gradient = "grad"
+    skips_nan = False
 
     def __init__(self, program: Program, rank: int) -> None:
         self.program, self.rank = program, rank
@@ -44,6 +48,7 @@ class Script(ABC):
         self.plan = Plan(rank)
         self.graphs: list[tuple[Tensor, Tensor]] = []
         self._saved: Any = None
+        self._former: Any = None  # what parameters were before others were assigned
         self._left_out: list[nn.Parameter] = []
         self._hooks: dict[str, Any] = {}
         self._scalers: dict[bool, Any] = {}  # torch's, and ours
@@ -68,6 +73,10 @@ class Script(ABC):
         """Clips by `shardgrad.clip_grad_norm_`, or what stands for it; all gradients if `params` is
         None.
         """
+
+    def kept(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns a state dict as it stays after others were assigned."""
+        return copied(state)
 
     def out(self, x: Tensor, how: str = "") -> Any:
         """Runs forward, or parts around it."""
@@ -221,7 +230,7 @@ class Script(ABC):
             self.net.zero_grad()
         self.optimizer.zero_grad(set_to_none=op.how != "zeros")
         for param in self._left_out:
-            param.grad = None
+            setattr(param, self.gradient, None)
         return {}
 
     def clip(self, op: Op) -> Seen:
@@ -236,12 +245,15 @@ class Script(ABC):
         """Writes the gradient of a parameter of the optimizer."""
         param = self._param(op.n)
         if op.how == "none":
-            param.grad = None
+            setattr(param, self.gradient, None)
         elif op.how == "ones":
-            param.grad = torch.ones_like(param).detach()
-        elif param.grad is not None:
-            param.grad.mul_(2.0)
+            setattr(param, self.gradient, torch.ones_like(param).detach())
+        elif (gradient := self._gradient(param)) is not None:
+            gradient.mul_(2.0)
         return {}
+
+    def _gradient(self, param: nn.Parameter) -> Any:
+        return getattr(param, self.gradient, None)
 
     def freeze(self, op: Op) -> Seen:
         self.own(self._name(op.n)).requires_grad_(op.how == "un")
@@ -253,8 +265,12 @@ class Script(ABC):
         if name in self._hooks:
             self._hooks.pop(name).remove()
         else:
-            self._hooks[name] = self.params[name].register_post_accumulate_grad_hook(_halve)
+            self._hooks[name] = self.params[name].register_post_accumulate_grad_hook(self._halve)
         return {}
+
+    def _halve(self, param: Any) -> None:
+        if (gradient := self._gradient(param)) is not None:
+            gradient.mul_(0.5)
 
     # -- parameters
 
@@ -263,19 +279,31 @@ class Script(ABC):
         return {}
 
     def poke(self, op: Op) -> Seen:
-        """Changes a parameter in place."""
+        """Changes a parameter in place; torch may count that as a version of another tensor, or
+        not at all.
+        """
+        param: Any = self._param(op.n)
+        parts = {"local": getattr(param, "_local_tensor", param), "data": param.data}
         with torch.no_grad():
-            self._param(op.n).mul_(0.9)
+            if op.how == "at once":
+                torch._foreach_mul_([param], 0.9)
+            else:
+                parts.get(op.how, param).mul_(0.9)
         return {}
 
     def nan(self, op: Op) -> Seen:
-        """A step in which one rank has a NaN, clipped, and zeroed; shardgrad's optimizers skip
-        it.
+        """A step in which one rank has a NaN, clipped, and zeroed; shardgrad's optimizers skip it,
+        unless other gradients are assigned after the norm was computed.
         """
         loss, _ = self._loss(Op("train", op.n))
         self.backward_of(loss * (float("nan") if self.rank == 0 else 1.0))
-        self.skip_nan(op)
-        return {}
+        self.clip_ours(None, 0.1)
+        for n in range(len(self.names) if op.how == "assigned" else 0):
+            if self._gradient(self._param(n)) is not None:
+                self.write(Op("write", n, "ones"))
+        if op.how == "assigned" or self.skips_nan:
+            self.optimizer.step()
+        return self.zero(op)
 
     def scaled(self, op: Op) -> Seen:
         """A step of a loss scaler, ours or torch's; an infinite gradient skips it on all ranks."""
@@ -283,7 +311,7 @@ class Script(ABC):
         loss, _ = self._loss(Op("train", op.n))
         self.backward_of(scaler.scale(loss))
         seen: Seen = {}
-        gradient = self._param(op.n).grad
+        gradient = self._gradient(self._param(op.n))
         is_bad = "inf" in op.how and gradient is not None
         if is_bad:
             gradient.mul_(float("inf"))
@@ -310,10 +338,6 @@ class Script(ABC):
     def scale(self, scaler: Any) -> Any:
         """Returns the scale, without waiting for a device."""
         return torch.tensor(scaler.get_scale())
-
-    @abstractmethod
-    def skip_nan(self, op: Op) -> None:
-        """Clips, steps and zeroes after a NaN."""
 
     def edit(self, op: Op) -> Seen:
         groups = self.optimizer.param_groups
@@ -379,10 +403,15 @@ class Script(ABC):
 
     def assign(self, op: Op) -> Seen:
         """Loads with `assign=True`, and builds the optimizer again: what was saved, what is there,
-        or a copy of that.
+        a copy of that, or what was there before.
         """
-        state = self._saved[0] if op.how == "saved" else self.model_state()
-        self.load_model(state if op.how == "own" else copied(state), assign=True)
+        now = self.model_state()
+        known = {"saved": (self._saved or [None])[0], "former": self._former}
+        state = known.get(op.how, now)
+        if op.how != "own":
+            self._former = self.kept(now)
+        is_copied = op.how not in ("own", "former")
+        self.load_model(copied(state) if is_copied else state, assign=True)
         self._hooks.clear()
         self.optimizer = self.make_optimizer()
         if op.how == "saved":
@@ -403,7 +432,8 @@ class Script(ABC):
         """Shows gradients, parameters, optimizer states and buffers, as this rank holds them."""
         seen: Seen = {}
         for name, param in self.params.items():
-            seen[f"{name}.grad"] = "None" if param.grad is None else self.cut(param.grad)
+            gradient = self._gradient(param)
+            seen[f"{name}.grad"] = "None" if gradient is None else self.cut(gradient)
             if op.how != "grads":
                 seen[name] = self.cut(param)
                 seen.update(self._state_of(name, param))
@@ -429,11 +459,6 @@ class Script(ABC):
 
     def _param(self, n: int) -> nn.Parameter:
         return self.params[self._name(n)]
-
-
-def _halve(param: Tensor) -> None:
-    if param.grad is not None:
-        param.grad.mul_(0.5)
 
 
 def copied(state: Any) -> Any:

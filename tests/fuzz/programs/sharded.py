@@ -61,6 +61,7 @@ class Sharded(Script):
     """
 
     libraries = {"torch": torch.optim, "shardgrad": shardgrad.optim}  # noqa: RUF012
+    skips_nan = True
 
     def __init__(self, program: Program, rank: int, *, graphs: bool = True) -> None:
         super().__init__(program, rank)
@@ -101,10 +102,13 @@ class Sharded(Script):
             options["shard_placement_fn"] = lambda p: _columns(p, ranks)
         if sharding.offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=self._device != "cpu")
-        if sharding.wire_dtype:
-            options["gradient_policy"] = shardgrad.GradientPolicy(
-                wire_dtype=getattr(torch, sharding.wire_dtype)
+        if sharding.wire_dtype or sharding.gradients:
+            policy = shardgrad.GradientPolicy(
+                wire_dtype=getattr(torch, sharding.wire_dtype) if sharding.wire_dtype else None,
+                **dict.fromkeys([sharding.gradients] if sharding.gradients else [], True),
             )
+            options["gradient_policy"] = policy
+            self.gradient = policy.attribute
         for unit in nets.units(self.net):
             place = unit[0].block.stream if isinstance(unit[0], FuzzBlock) else 0
             whole = unit if len(unit) > 1 else unit[0]
@@ -195,10 +199,8 @@ class Sharded(Script):
     def cut(self, value: Tensor) -> Tensor:
         return (value.to_local() if isinstance(value, DTensor) else value).detach().clone()
 
-    def skip_nan(self, op: Op) -> None:
-        shardgrad.clip_grad_norm_(self.net, 0.1)
-        self.optimizer.step()
-        self.zero(op)
+    def kept(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        return state
 
     def make_scaler(self, **options: Any) -> Any:
         return shardgrad.GradScaler(**options)
@@ -344,6 +346,11 @@ class Sharded(Script):
 
     def all_reduce(self, op: Op) -> Seen:
         self.net.set_requires_all_reduce(bool(op.n))
+        return {}
+
+    def divide(self, op: Op) -> Seen:
+        unit = self.units[op.n // 2 % len(self.units)]
+        unit.set_gradient_divide_factor((1.0, 3.0)[op.n % 2])
         return {}
 
     def last(self, op: Op) -> Seen:
