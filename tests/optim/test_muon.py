@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardgrad
 from tests.support.muon import (
-    EXACT,
     TIGHT,
     cut_like,
     exactly,
@@ -136,7 +135,7 @@ def matrices_inside_parameters_are_torchs() -> None:
         shardgrad.fully_shard(model)
         attention = {"params": [model["attention"]], "num_heads": 1}
         others = {"params": [model["experts"], model["plain"]], "nesterov": False}
-        ours = shardgrad.optim.Muon([attention, others], lr=0.02, **EXACT)
+        ours = shardgrad.optim.Muon([attention, others], lr=0.02)
         torchs = torch.optim.Muon([p for each in pieces.values() for p in each], lr=0.02)
         for number in range(GRADIENTS):
             # The gradients of the first two steps are zero, whatever the options.
@@ -173,7 +172,7 @@ def test_experts_of_other_ranks_are_left_to_them() -> None:
         experts = nn.Module()
         experts.weight = nn.Parameter(distribute_tensor(start, grid["expert"], [Shard(0)]))
         shardgrad.fully_shard(experts, mesh=grid["data"])
-        ours = shardgrad.optim.Muon([experts.weight], lr=0.02, **EXACT)
+        ours = shardgrad.optim.Muon([experts.weight], lr=0.02)
         weight = experts.weight
         own = gradient.chunk(2)[grid["expert"].get_local_rank()]
         own = own.chunk(2)[grid["data"].get_local_rank()]

@@ -24,8 +24,6 @@ from tests.support.parity import (
     tower,
 )
 
-EXACT = {"ns_dtype": torch.float64}
-
 
 def textbook(grad: Tensor, coefficients: Any, steps: int, eps: float) -> Tensor:
     """Newton-Schulz as it is written down, in the gradient's dtype, without transposing."""
@@ -49,10 +47,8 @@ def exactly() -> Iterator[None]:
 
 def muon(engine: Engine, params: Any, **options: Any) -> torch.optim.Optimizer:
     """Returns our optimizer for our engine, and torch's for the unsharded oracle."""
-    if engine is UNSHARDED:
-        return torch.optim.Muon(params, **options)
-    exact = EXACT if torch.get_default_dtype() is torch.float64 else {}
-    return shardgrad.optim.Muon(params, **exact, **options)
+    kind = torch.optim.Muon if engine == UNSHARDED else shardgrad.optim.Muon
+    return kind(params, **options)
 
 
 def both(engine: Engine, model: nn.Module, **options: Any) -> list[torch.optim.Optimizer]:
