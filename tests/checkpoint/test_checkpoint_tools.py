@@ -62,15 +62,16 @@ def test_safetensors_files_hold_the_model_in_files_of_a_size(tmp_path: Path) -> 
     one = exported(model, tmp_path / "one")
     assert [path.name for path in one.iterdir()] == ["model.safetensors"]
     assert same(load_file(one / "model.safetensors"), model)
-    equal = {f"t{i}": torch.full((256,), float(i)) for i in range(5)}
-    many = exported(equal, tmp_path / "many", file_nbytes=2 * 1024)
+    # The first is larger than a file.
+    five = {f"t{i}": torch.full((256 if i else 1024,), float(i)) for i in range(5)}
+    many = exported(five, tmp_path / "many", file_nbytes=2 * 1024)
     index = json.loads((many / "model.safetensors.index.json").read_text())
-    files = [f"model-0000{i}-of-00003.safetensors" for i in (1, 1, 2, 2, 3)]
-    assert index["weight_map"] == dict(zip(equal, files, strict=True))
-    assert index["metadata"]["total_size"] == 5 * 1024
+    files = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 2, 3, 3)]
+    assert index["weight_map"] == dict(zip(five, files, strict=True))
+    assert index["metadata"]["total_size"] == 8 * 1024
     assert len(list(many.iterdir())) == 4
     for name, file in index["weight_map"].items():
-        assert same(load_file(many / file)[name], equal[name])
+        assert same(load_file(many / file)[name], five[name])
 
 
 @pytest.mark.parametrize("why", ["damaged", "No space left"])

@@ -23,6 +23,7 @@ from tests.support.parity import (
     Engine,
     assert_close,
     assert_same_bits,
+    hsdp_mesh,
     tower,
 )
 from tests.support.ranks import on_ranks
@@ -44,14 +45,16 @@ WAYS = [
 
 
 @pytest.mark.parametrize(("make", "source", "target"), WAYS)
-@on_ranks(2)
+@on_ranks(4)
 def test_a_state_goes_between_us_and_torch(make: Any, source: Engine, target: Engine) -> None:
     """Two steps under `source`, two under `target`, equal four steps of the unsharded oracle. The
     parameters of the saved state have names, as those of a distributed checkpoint.
     """
     with exactly():
-        models = [engine.shard_tower(tower()) for engine in (source, target, UNSHARDED)]
-        model, other, oracle = models
+        # Ours is loaded from another mesh, too.
+        mesh = {"mesh": hsdp_mesh(2, 2)} if target == GATHERED else {}
+        model = source.shard_tower(tower(), **mesh)
+        other, oracle = (engine.shard_tower(tower()) for engine in (target, UNSHARDED))
         optim, oracle_optim = make(source, model), make(UNSHARDED, oracle)
         other_optim = make(target, other, lr=1.0)  # the rate is loaded, too
         take_steps(source, model, optim, range(2))
