@@ -13,8 +13,9 @@ sharded models and for `shardgrad.optim`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
-from functools import singledispatch
+import reprlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial, singledispatch
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -31,6 +32,8 @@ __all__ = [
     "CaptureAgain",
     "OptimizerState",
     "capturable",
+    "difference",
+    "host_snapshot",
     "nothing",
 ]
 
@@ -116,6 +119,49 @@ def nothing() -> None:
     """Does nothing: the snapshot of an object without host state."""
 
 
+def host_snapshot(
+    capturables: Sequence[Capturable],
+    device: torch.device,
+    generators: Sequence[torch.Generator],
+) -> Callable[[], None]:
+    """Returns a function that restores the present host state and random generators without
+    touching other device memory.
+
+    Args:
+        capturables: the objects whose snapshots are taken.
+        device: the device whose default generator is restored, besides the CPU's.
+        generators: further generators to restore.
+    """
+    restores: list[Callable[[], object]] = [each.snapshot() for each in capturables]
+    known = torch.default_generator, *generators
+    restores += [partial(each.set_state, each.get_state()) for each in known]
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        restores.append(partial(module.set_rng_state, module.get_rng_state(device), device))
+
+    def restore() -> None:
+        for each in restores:
+            each()
+
+    return restore
+
+
+def difference(before: tuple[Any, ...], now: tuple[Any, ...]) -> str:
+    """Describes the first difference between nested tuples as "old became new", at the innermost
+    tuple that differs. If that is the value of a (name, value) pair, the name comes first.
+    """
+    name = ""
+    while len(before) == len(now):
+        pairs = [(x, y) for x, y in zip(before, now, strict=True) if x != y]
+        inner = [pair for pair in pairs if all(isinstance(each, tuple) for each in pair)]
+        if not inner:
+            break
+        if isinstance(now[0], str):
+            name = f"{now[0]} "
+        before, now = inner[0]
+    return f"{name}{reprlib.repr(before)} became {reprlib.repr(now)}"
+
+
 @singledispatch
 def capturable(value: Any) -> Capturable:
     """Returns `value` as a `Capturable`; `capturable.register(cls, adapter)` adds an adapter.
@@ -156,9 +202,9 @@ class OptimizerState(Capturable):
         if not isinstance(self._optimizer, torch.optim.Adam):  # or AdamW
             return
         for number, group in enumerate(self._optimizer.param_groups):
-            rate, device = group["lr"], _device(group)
-            if not group.get("capturable") or device is None:
+            if not group.get("capturable") or not group["params"]:
                 continue
+            rate, device = group["lr"], group["params"][0].device
             # A number from the program or a checkpoint, or a tensor on another device.
             if not isinstance(rate, torch.Tensor) or rate.device != device:
                 tensor = self._rates.setdefault(number, torch.empty((), device=device))
@@ -192,10 +238,6 @@ class OptimizerState(Capturable):
                     yield f"{key} of parameter {number} of {name}", value
         for number, rate in self._rates.items():
             yield f"learning rate of group {number} of {name}", rate
-
-
-def _device(group: dict[str, Any]) -> torch.device | None:
-    return group["params"][0].device if group["params"] else None
 
 
 def _constant(value: Any) -> Hashable:

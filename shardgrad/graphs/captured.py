@@ -17,9 +17,8 @@ from typing import Any
 import torch
 
 from shardgrad.engine.streams import wait_for_device
-from shardgrad.graphs.capturable import Capturable
+from shardgrad.graphs.capturable import Capturable, host_snapshot
 from shardgrad.graphs.eager_regions import handle_eager_calls
-from shardgrad.graphs.host_state import host_snapshot
 from shardgrad.graphs.inputs import InputBuffers
 from shardgrad.graphs.pool import DeviceGraph, GraphPool
 from shardgrad.graphs.reads import Reads
@@ -40,7 +39,7 @@ class CapturedStep:
         capturables: those of the step. They are quiesced wherever a graph begins or ends.
         generators: random generators to register with the graphs, besides the device's default one.
         redraws: the random numbers of recomputed regions, from an eager call of the step.
-        buffers: the static inputs.
+        buffers: the inputs.
 
     Attributes:
         key, redraws, buffers: as given.

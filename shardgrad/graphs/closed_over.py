@@ -176,7 +176,7 @@ def _attributes(value: Any) -> Iterator[str]:
             if name not in _OF_EVERY_MODULE or (name.endswith("_hooks") and part):
                 yield name
     elif not isinstance(value, ModuleType):
-        yield from (*own, *getattr(value, "__slots__", ()))
+        yield from (*own, *getattr(type(value), "__slots__", ()))
 
 
 def _variables(function: FunctionType) -> Iterator[tuple[str, _Way]]:

@@ -22,9 +22,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
-from shardgrad.graphs.capturable import Capturable
-from shardgrad.graphs.host_state import host_snapshot
-from shardgrad.graphs.outputs import plain_tensors
+from shardgrad.graphs.capturable import Capturable, host_snapshot
+from shardgrad.graphs.outputs import plain_tensors, storage_of
 from shardgrad.ops.library import has_kernels
 from shardgrad.ops.virtual_memory import virtual_zeros
 
@@ -43,9 +42,6 @@ class Comparison:
 
     Args:
         capturables: the objects whose state the step uses.
-        memory: (name, tensor) for all memory that the step writes. Memory that no capturable has
-            and that has no name, since the step's function does not close over it, may be scratch:
-            it is restored but not compared.
         device: the device whose default generator is restored.
         generators: the other generators that the step draws from.
     """
@@ -53,14 +49,11 @@ class Comparison:
     def __init__(
         self,
         capturables: Sequence[Capturable],
-        memory: Iterable[tuple[str, torch.Tensor]],
         device: torch.device,
         generators: Sequence[torch.Generator],
     ) -> None:
         self._capturables = capturables
-        of_state = (tensor for each in capturables for _, tensor in each.tensors())
-        known = {tensor.untyped_storage()._cdata for tensor in plain_tensors(of_state)}
-        self._others = [(n, t) for n, t in memory if t.untyped_storage()._cdata not in known]
+        self._others: list[tuple[str, torch.Tensor]] = []
         self._restore_host = host_snapshot(capturables, device, generators)
         self._device = device
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -91,6 +84,7 @@ class Comparison:
         self,
         first: Callable[[], Any],
         again: Callable[[], Any],
+        memory: Iterable[tuple[str, torch.Tensor]],
         groups: Iterable[dist.ProcessGroup],
     ) -> tuple[Any, list[str]]:
         """Replays two captures of a step. The effects of the last replay stay.
@@ -101,6 +95,9 @@ class Comparison:
         Args:
             first: replays one capture.
             again: replays the other.
+            memory: (name, tensor) for all memory that the step writes. Memory that no capturable
+                has and that has no name, since the step's function does not close over it, may be
+                scratch: it is restored but not compared.
             groups: the process groups in which the step communicates. Their ranks agree on the
                 number of replays.
 
@@ -112,8 +109,8 @@ class Comparison:
         Capture: not safe.
         """
         self.restore()  # only host state yet, which the second capture has changed
-        # Staging buffers may have released their memory since.
-        self._others = [(n, t) for n, t in self._others if t.untyped_storage().nbytes()]
+        known = set(map(storage_of, self._memory()))
+        self._others = [(n, t) for n, t in memory if storage_of(t) not in known]
         self._copies = _copies(self._memory(), self._device)
         of_first, of_again = (defaultdict[str, set[Hashable]](set) for _ in range(2))
         outputs: Any = None

@@ -17,8 +17,8 @@ call runs eagerly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from itertools import chain, repeat, starmap
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from itertools import chain, starmap
 from operator import attrgetter, getitem, is_
 from typing import Any
 
@@ -43,10 +43,8 @@ __all__ = ["ModuleState", "OptimState"]
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _GRAD = attrgetter("grad")
 _CONTEXT = attrgetter("context")
-_GENERATION = attrgetter("generation")
 _GRAD_SHARD = attrgetter("shard")
 _MEMORY = attrgetter("memory")
-_ADDRESS = torch.Tensor.data_ptr
 _END = (object(),)
 
 
@@ -85,11 +83,6 @@ class ModuleState(Capturable):
         self._trainable = [*sharded, *self._plain]
         self._addressed = [*self._plain, *self._module.buffers()]
         self._registration = Registration(params)
-        # The sharded parameters of each group, with the getter of their gradients.
-        self._gradients = [
-            (attrgetter(group.gradient_policy.attribute), [p.sharded for p in group.params])
-            for group in self._groups
-        ]
         self._modules = tuple(self._module.modules())
         # Other host state that a step may set: (dictionary, key) of each value.
         of_unit = "reshard_after_forward", "reshard_after_backward", "unshard_in_backward"
@@ -108,17 +101,17 @@ class ModuleState(Capturable):
             if plain.intersection(map(id, module._parameters.values())):
                 self._registers.append(module._parameters)
         self._collected_from = list(self._origins())
-        self._generations = tuple(map(_GENERATION, self._groups))
+        self._generations = tuple([group.generation for group in self._groups])
 
     def _follow(self) -> None:
         """Adopts parameters that the program has replaced, and collects again if any object that
         `_collect` starts from is another one.
         """
-        if not self._registration.holds():
+        is_in_place = self._registration.holds()
+        if not is_in_place:
             for group in self._groups:
                 adopt(group)
-        is_same = all(map(is_, self._origins(), self._collected_from))
-        if not is_same or tuple(map(_GENERATION, self._groups)) != self._generations:
+        if not (is_in_place and all(map(is_, self._origins(), self._collected_from))):
             self._collect()
 
     def _origins(self) -> Iterator[Any]:
@@ -139,29 +132,21 @@ class ModuleState(Capturable):
             self.at_eager_border()  # gradients that exist now: a capture would use their addresses
         with torch._C.DisableTorchFunctionSubclass():  # makes DTensor attributes 3 times as fast
             grads = [None if g is None else g.data_ptr() for g in map(_GRAD, self._plain)]
-            bound = self._bound(shards)
+            # Copies gradients that the program has assigned into the shard, and updates the live
+            # flags. After `zero_grad()` there is nothing to look at.
+            are_absent = all(map(GradShard.are_absent, shards))
+            bound = () if are_absent else tuple([tuple(shard.settle()) for shard in shards])
             # A shard without memory has neither live flags nor a verdict.
             memory = [s.memory is not GradMemory.NONE and _memory_of(s) for s in shards]
             return (
                 ("modules", self._modules),
                 ("replaced parameters", self._generations),
                 ("requires_grad", self._trains),
-                ("addresses", tuple(map(_ADDRESS, self._addressed))),
+                ("addresses", tuple(map(torch.Tensor.data_ptr, self._addressed))),
                 ("gradients", tuple(grads), bound),
                 ("memory of gradients", tuple(memory)),
                 ("switches", *starmap(getitem, self._switches)),
             )
-
-    def _bound(self, shards: Sequence[GradShard]) -> Hashable:
-        """Returns which parameters have a gradient; () if none has, as after `zero_grad()`.
-
-        Also copies gradients that the program has assigned into the shard, and updates the live
-        flags.
-        """
-        found = chain.from_iterable(starmap(map, self._gradients))
-        if all(map(is_, found, repeat(None))):
-            return ()
-        return tuple([tuple(shard.settle()) for shard in shards])
 
     def quiesce(self) -> None:
         """See `Capturable`, and [Note: The border of a capture] in `engine/streams.py`."""

@@ -162,7 +162,20 @@ class Reads(TorchDispatchMode):
                     fix="keep it on the device, or write it after the call or in "
                     "shardgrad.graphs.outside",
                 )
-            self._require_captured(tensor.device)
+            # A write on a stream that is not captured is executed now and not by a replay. The
+            # step's own stream is exempt, since between the parts of a split graph torch writes the
+            # state of random generators on it.
+            is_eager = tensor.device.type not in ("cpu", "meta") and not is_capturing(tensor.device)
+            stream = torch.accelerator.current_stream(tensor.device) if is_eager else self._stream
+            if stream != self._stream:
+                raise CaptureError(
+                    "it writes on a stream that is not captured, so a replay would not write",
+                    expected="a stream that waits for the step's stream, and that the step waits "
+                    "for",
+                    got=str(stream),
+                    fix="inside the step, side.wait_stream(torch.cuda.current_stream()) before "
+                    "that work, and torch.cuda.current_stream().wait_stream(side) after it",
+                )
             self._written.setdefault(identity, name)
         # The lifetime of a slice is not that of the memory, and references of the engine would be
         # mistaken for the program's.
@@ -184,15 +197,14 @@ class Reads(TorchDispatchMode):
                     fix="graphed_step(..., generator)",
                 )
         managed = fsdp_param_of(leaf)
-        if managed is not None:
-            is_given, name = id(managed.sharded) in self._given, managed.name
-        else:
+        if managed is None:
+            param, name = leaf, "a tensor that requires a gradient"
             is_trained = isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf
-            is_trained = is_trained and torch.is_grad_enabled() and func is not _DETACH
-            is_given = not is_trained or id(leaf) in self._given
-            is_given = is_given or all(map(self._is_known, plain_tensors([leaf])))
-            name = "a tensor that requires a gradient"
-        if not is_given:
+            is_used = is_trained and torch.is_grad_enabled() and func is not _DETACH
+            is_used = is_used and not all(map(self._is_known, plain_tensors([leaf])))
+        else:
+            param, name, is_used = managed.sharded, managed.name, True
+        if is_used and id(param) not in self._given:
             raise CaptureError(
                 f"it uses {name}, which is no parameter of a module that was passed to "
                 "graphed_step",
@@ -205,23 +217,6 @@ class Reads(TorchDispatchMode):
     def _is_known(self, tensor: torch.Tensor) -> bool:
         """Returns whether the block made a tensor, or it is of the state or the inputs."""
         return storage_of(tensor) in self._made or storage_of(tensor) in self._state
-
-    def _require_captured(self, device: torch.device) -> None:
-        """Refuses a write on a stream that is not captured: it is executed now and not by a replay.
-        The step's own stream is exempt, since between the parts of a split graph torch writes the
-        state of random generators on it.
-        """
-        if device.type in ("cpu", "meta") or is_capturing(device):
-            return
-        stream = torch.accelerator.current_stream(device)
-        if stream != self._stream:
-            raise CaptureError(
-                "it writes on a stream that is not captured, so a replay would not write",
-                expected="a stream that waits for the step's stream, and that the step waits for",
-                got=str(stream),
-                fix="inside the step, side.wait_stream(torch.cuda.current_stream()) before that "
-                "work, and torch.cuda.current_stream().wait_stream(side) after it",
-            )
 
     def refuse_kept(self, buffers: Iterable[torch.Tensor]) -> None:
         """Refuses a step that stores an argument and reads it in the next call: `buffers`, the

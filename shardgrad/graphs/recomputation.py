@@ -14,9 +14,8 @@ do what torch's do.
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -68,8 +67,7 @@ class Redraws:
         if self._pool.device.type != "cuda":
             yield
             return
-        with _lock:  # threads may make their first calls at the same time
-            _replace_functions()
+        _replace_functions()
         # The key is the stream, since regions are recomputed on autograd's threads, where this
         # stream is current, too.
         stream: Any = self._pool.stream
@@ -131,18 +129,14 @@ class Redraws:
 
 class _Saved(list[int]):
     """The list of devices whose state a region has saved, which `torch.utils.checkpoint` passes on
-    to `fork_rng`. Carries the `Redraws` and the generator's offset along.
+    to `fork_rng`. Carries along what surrounds the region's recomputation.
     """
 
-    def __init__(self, devices: list[int], redraws: Redraws) -> None:
-        super().__init__(devices)
-        self.redraws = redraws
-        self.offset = redraws.default.get_offset() if redraws.notes else 0
+    recomputed: Callable[[], AbstractContextManager[None]]
 
 
 # The redraws of the calls that are running, by the stream of their pool.
 _on_streams: dict[torch.Stream, Redraws] = {}
-_lock = threading.Lock()
 
 
 @functools.cache
@@ -155,13 +149,15 @@ def _replace_functions() -> None:
         if redraws is None:
             return get_device_states(*args)
         devices, states = get_device_states(*args) if redraws.notes else ([], [])
-        return _Saved(devices, redraws), states
+        saved_on = _Saved(devices)
+        offset = redraws.default.get_offset() if redraws.notes else 0
+        saved_on.recomputed = functools.partial(redraws.recomputed, offset)
+        return saved_on, states
 
     @functools.wraps(fork_rng)
     @contextmanager
     def forked(devices: Any = None, *args: Any, **kwargs: Any) -> Iterator[None]:
-        is_saved = isinstance(devices, _Saved)
-        region = devices.redraws.recomputed(devices.offset) if is_saved else nullcontext()
+        region = devices.recomputed() if isinstance(devices, _Saved) else nullcontext()
         with fork_rng(devices, *args, **kwargs), region:
             yield
 

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from operator import call, methodcaller
+from operator import call
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
@@ -25,11 +25,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from shardgrad.engine.streams import Stream, is_capturing
+from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import CaptureError, CollectiveError, OptionError, listed
-from shardgrad.graphs.capturable import CaptureAgain, capturable
+from shardgrad.graphs.capturable import CaptureAgain, capturable, difference
 from shardgrad.graphs.captured import CapturedStep, Key
-from shardgrad.graphs.changes import difference
 from shardgrad.graphs.comparison import Comparison
 from shardgrad.graphs.eager_regions import handle_eager_calls, is_in_step
 from shardgrad.graphs.inputs import InputBuffers, Inputs, flatten_inputs, for_eager_call
@@ -52,7 +51,6 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _LOST = 3  # consecutive uncompared graphs after which capture is refused
-_GUARDS = methodcaller("guards")
 _IN_A_ROW = 7  # consecutive calls with something new after which the program is warned
 
 
@@ -192,39 +190,25 @@ class GraphedStep(Generic[_P, _R]):
 
     # -- a call
 
-    def __get__(self, instance: object, owner: type | None = None) -> GraphedStep[_P, _R]:
-        """Refuses access through an instance: a call as a method would not get `self`."""
-        if instance is None:
-            return self
-        name = self._function.__name__
-        raise CaptureError(
-            f"{self._name} was decorated in a class, so a call would not get self",
-            expected="a function, or the method of an object",
-            got="an unbound method",
-            fix=f"in __init__, self.{name} = graphed_step(...)(self.{name}); or @staticmethod",
-        )
-
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Takes one step; see `graphed_step`."""
         self._require_callable_here()
         inputs = flatten_inputs(args, kwargs)
         self.pool.follow()
-        outputs: _R = self._run(inputs)
-        return outputs
-
-    def _run(self, inputs: Inputs) -> Any:
         for each in self._capturables:
             each.begin_call()
-        guards = _modes(self.pool.device), *map(_GUARDS, self._capturables)
+        guards = _modes(self.pool.device), *[each.guards() for each in self._capturables]
         key = inputs.key, guards
         captured = self._look_up(key)
         self._news = self._what_is_new(key) if captured is None else captured.why_not()
         self._before = key
         if captured is not None and captured.is_compared and not self._news:
             self._with_news = 0
-            return self._replay(captured, inputs, self.pool.caller)
+            outputs: _R = self._replay(captured, inputs)
+            return outputs
         with self.pool.turn():
-            return self._run_on_pool(captured, inputs)
+            outputs = self._run_on_pool(captured, inputs)
+        return outputs
 
     def _run_on_pool(self, captured: CapturedStep | None, inputs: Inputs) -> Any:
         """Runs a call without a graph, with a graph that is not compared yet, or with one that must
@@ -242,11 +226,11 @@ class GraphedStep(Generic[_P, _R]):
             return self._run_eagerly(inputs)
         if known is not None:
             return self._compare(known, inputs)
-        return self._replay(captured, inputs, self.pool.stream)
+        return self._replay(captured, inputs)
 
-    def _replay(self, captured: CapturedStep, inputs: Inputs, stream: Stream) -> Any:
+    def _replay(self, captured: CapturedStep, inputs: Inputs) -> Any:
         self.replays += 1
-        captured.buffers.load(inputs, stream)
+        captured.buffers.load(inputs)
         outputs = captured.replay()
         captured.buffers.write_back(inputs, outputs)
         return outputs
@@ -278,7 +262,7 @@ class GraphedStep(Generic[_P, _R]):
             self._warn(
                 f"runs eagerly and is not captured: in each of the last {_IN_A_ROW} calls, "
                 f"something that selects its graph was new. In the last call: {self._news}.",
-                depth=6,
+                depth=5,
             )
 
     def _run_eagerly(self, inputs: Inputs) -> Any:
@@ -292,13 +276,6 @@ class GraphedStep(Generic[_P, _R]):
             outputs = detached(self._function(*args, **kwargs))
         self._note_border()
         self.eager_steps += 1
-        if self.eager_steps == 1 and not self.pool.can_capture:
-            self._warn(
-                f"runs eagerly on every call, because {self.pool.device.type} has no graphs. The "
-                "results are the same. Whether it can be captured shows only on a device with "
-                "graphs.",
-                depth=6,
-            )
         self._seen.pop(self._before, None)
         self._seen[self._before] = redraws
         # Those that have a graph may be among them, so as many others are kept.
@@ -367,9 +344,7 @@ class GraphedStep(Generic[_P, _R]):
         that differs depends on a value that was frozen, such as a number that Python has changed
         since the first capture.
         """
-        comparison = Comparison(
-            self._capturables, first.reads.written(), self.pool.device, self._generators
-        )
+        comparison = Comparison(self._capturables, self.pool.device, self._generators)
         self._graphs.remove(first)
         try:
             again = self._capture_or_refuse(inputs, first.redraws)
@@ -379,10 +354,12 @@ class GraphedStep(Generic[_P, _R]):
             # A comparison replays both graphs, but functions passed to `outside` must run only
             # once.
             if first.has_eager_regions:
-                return self._replay(again, inputs, self.pool.stream)
+                return self._replay(again, inputs)
             self.replays += 1
-            again.buffers.load(inputs, self.pool.stream)
-            outputs, frozen = comparison.frozen(first.replay, again.replay, again.reads.groups)
+            again.buffers.load(inputs)
+            outputs, frozen = comparison.frozen(
+                first.replay, again.replay, first.reads.written(), again.reads.groups
+            )
             if frozen:
                 self._graphs.remove(again)
                 outputs = tree_map_only(torch.Tensor, torch.Tensor.clone, outputs)
@@ -402,7 +379,7 @@ class GraphedStep(Generic[_P, _R]):
         buffers = self._buffers.get(inputs.key) or InputBuffers(inputs, self.pool.device)
         self._buffers[inputs.key] = buffers
         # Code that runs kernels while it is captured, such as autotuning, needs valid indices.
-        buffers.load(inputs, self.pool.stream)
+        buffers.load(inputs)
         captured = CapturedStep(
             self._before, self.pool, self._capturables, self._generators, redraws, buffers
         )
@@ -456,7 +433,7 @@ class GraphedStep(Generic[_P, _R]):
         self._refused[self._before[0]] = what
         if not self._raises:
             place = f" [{where}]" if where else ""
-            self._warn(f"{what}{place}. It runs eagerly.{added}", depth=7)
+            self._warn(f"{what}{place}. It runs eagerly.{added}", depth=6)
             return
         fix = cause.fix or "move the call that raises before or after the step"
         raise CaptureError(
@@ -559,8 +536,9 @@ def _stale_streams_overridden() -> Iterator[None]:
     """Makes autograd nodes of earlier calls run on the capturing stream. The streams that they were
     created on are not part of the capture. The setting is process-wide.
     """
-    name = "set_override_stale_capture_stream"  # since torch 2.13
-    override: Callable[[bool], None] = getattr(torch.autograd.graph, name, lambda _: None)
+    override: Callable[[bool], None] = getattr(  # since torch 2.13
+        torch.autograd.graph, "set_override_stale_capture_stream", lambda _: None
+    )
     override(True)
     try:
         yield

@@ -7,19 +7,18 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.utils._pytree import _deregister_pytree_node, register_pytree_node
 
 import shardgrad
 from shardgrad.errors import StepOutputError
 from shardgrad.graphs.capturable import OptimizerState, capturable
-from shardgrad.graphs.inputs import flatten_inputs
 from shardgrad.graphs.step import _modes
 from tests.support.ranks import on_ranks
 
@@ -46,7 +45,6 @@ def test_a_step_on_the_cpu_trains_as_the_function_itself() -> None:
     plain, other = training()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", message=".*cpu has no graphs")
         for number in range(6):
             x = torch.full((3, 4), float(number))
             assert torch.equal(step(x)["loss"], other.__wrapped__(x)["loss"])
@@ -71,27 +69,10 @@ def test_an_argument_that_an_eager_step_keeps_and_writes_is_as_in_a_plain_call()
         assert not given.requires_grad
 
 
-def test_a_device_without_graphs_is_told_once() -> None:
-    @shardgrad.graphed_step(nn.Linear(4, 4))
-    def step(x: Tensor) -> Tensor:
-        return x + 1
-
-    with pytest.warns(
-        shardgrad.UncapturableStepWarning,
-        match="runs eagerly on every call, because cpu has no graphs",
-    ) as caught:
-        step(torch.ones(2))
-    assert caught[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        step(torch.ones(2))
-
-
 def test_seven_new_shapes_in_a_row_are_a_warning_with_the_last() -> None:
     _, step = training()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", message=".*cpu has no graphs")
         for rows in (1, 2, 3, 4, 5, 6, 6, *range(7, 13)):
             step(torch.ones(rows, 4))
     with pytest.warns(
@@ -156,7 +137,9 @@ def test_a_parameter_in_the_place_of_another_is_another_step_of_an_optimizer() -
     assert len(seen) == 3
 
 
-def test_a_block_mask_is_taken_apart_and_put_together() -> None:
+def test_a_block_mask_that_is_registered_is_taken_apart_and_put_together() -> None:
+    register_pytree_node(BlockMask, BlockMask._flatten, BlockMask._unflatten)
+
     def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return q >= k
 
@@ -171,35 +154,7 @@ def test_a_block_mask_is_taken_apart_and_put_together() -> None:
     for rule in (causal, causal, sliding):
         mask = create_block_mask(rule, None, None, 256, 256, device="cpu")
         assert step(torch.ones(2), mask).item() == 2 + mask.kv_num_blocks.sum().item()
-
-
-@dataclass
-class Packed:
-    """A batch that computes an attribute which is no field."""
-
-    x: Tensor
-
-    def __post_init__(self) -> None:
-        self.doubled = self.x * 2
-
-
-@dataclass
-class Masked(Packed):
-    """A batch whose class derives from another one."""
-
-    mask: Tensor
-
-    def __post_init__(self) -> None:
-        self.doubled = self.x * self.mask
-
-
-def test_a_dataclass_has_all_its_attributes_in_the_step() -> None:
-    @shardgrad.graphed_step(warmup=1)
-    def step(batch: Any) -> Tensor:
-        return torch.as_tensor((batch.x * batch.doubled).sum())
-
-    assert step(Packed(torch.full((2,), 3.0))).item() == 36
-    assert step(Masked(torch.full((2,), 3.0), torch.tensor([1.0, 0.0]))).item() == 9
+    _deregister_pytree_node(BlockMask)
 
 
 def test_an_input_has_the_layout_that_the_program_gave_it() -> None:
@@ -312,14 +267,6 @@ def test_another_tensor_in_the_state_of_torchs_optimizer_is_another_graph() -> N
     assert state.guards() == before
     optimizer.state[parameter]["exp_avg"] = optimizer.state[parameter]["exp_avg"].clone()
     assert state.guards() != before
-
-
-def test_buffers_and_tensors_that_are_marked_are_not_copied() -> None:
-    marked = torch.ones(2)
-    marked._dynamo_static_input_type = "guarded"  # as mark_static_address does
-    plain = torch.ones(2)
-    inputs = flatten_inputs((nn.Buffer(torch.ones(2)), nn.Parameter(plain), marked, plain), {})
-    assert [each is plain for each in inputs.tensors] == [True]
 
 
 @on_ranks(2)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardgrad.graphs.host_state import host_snapshot
+from shardgrad.graphs.capturable import host_snapshot
 from shardgrad.graphs.reads import Reads
 
 CPU = torch.device("cpu")
