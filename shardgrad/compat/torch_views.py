@@ -91,7 +91,7 @@ class _GroupView:
 
     @pre_backward.setter
     def pre_backward(self, function: Callable[..., None]) -> None:
-        self._unit.pre_backward = function
+        self._unit.pre_backward = function  # type: ignore[method-assign]
 
     @property
     def post_backward(self) -> Callable[..., None]:
@@ -104,7 +104,7 @@ class _GroupView:
 
     @post_backward.setter
     def post_backward(self, function: Callable[..., None]) -> None:
-        self._unit.post_backward = function
+        self._unit.post_backward = function  # type: ignore[method-assign]
 
 
 class StateView:

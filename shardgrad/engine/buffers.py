@@ -233,7 +233,25 @@ class SlotRing:
         nbytes = 0
         for dtype, count, numel in sizes:
             nbytes += dtype.itemsize * count * numel
-        slot = self._next()
+        # In turn, rather than the first free slot: each step lends the same slots to the same
+        # groups, so that captured graphs find the addresses they know.
+        slot = None
+        if len(self.slots) >= self.depth:
+            for each in self._turns:
+                if each.holder is None:
+                    slot = each
+                    break
+            if slot is None and not self._elastic:
+                slot = self._turns[0]
+                # The host may block here, which bounds the number of reductions in flight.
+                if slot.holder is not None:
+                    slot.holder.complete()
+        if slot is None:
+            # All are in flight, and a prefetch must not wait for them.
+            slot = Slot(self._streams, self._device, self._allocate)
+            self.slots.append(slot)
+        else:
+            self._turns.remove(slot)
         self._turns.append(slot)
         if not self.keeps and slot.nbytes != nbytes:
             # Idle slots of other sizes would add to the peak. Freeing them does not block the host:
@@ -245,25 +263,6 @@ class SlotRing:
         pieces = slot.take(nbytes, sizes)
         slot.start_writing(writer)
         return slot, pieces
-
-    def _next(self) -> Slot:
-        # In turn, rather than the first free slot: each step lends the same slots to the same
-        # groups, so that captured graphs find the addresses they know.
-        if len(self.slots) >= self.depth:
-            for slot in self._turns:
-                if slot.holder is None:
-                    self._turns.remove(slot)
-                    return slot
-            if not self._elastic:
-                oldest = self._turns.pop(0)
-                # The host may block here, which bounds the number of reductions in flight.
-                if oldest.holder is not None:
-                    oldest.holder.complete()
-                return oldest
-        # All are in flight, and a prefetch must not wait for them.
-        slot = Slot(self._streams, self._device, self._allocate)
-        self.slots.append(slot)
-        return slot
 
     def resize(self, depth: int) -> None:
         """Changes the number of slots; first completes work in the slots that are removed."""
@@ -326,13 +325,6 @@ class RecurringMemory:
             if storage.nbytes() < nbytes:
                 storage.resize_(nbytes)
                 self._allocation_stream = self._streams.current()
-
-    def allocate_for(self, stream: Stream) -> None:
-        """Allocates the storages on the current stream and makes `stream`, the writer,
-        wait for it.
-        """
-        self.allocate()
-        self._streams.order(self._streams.current(), stream)
 
     def wait(self) -> None:
         """Makes the current stream wait for the last write."""

@@ -114,6 +114,8 @@ class GradGroup:
         params: the parameters with a place in the gradient layout, in order; see
             `refresh_trainable`.
         layout: of `params`, with a tail.
+        shard: the gradient shard; None before the first reduction or after parameters were
+            replaced.
         trainable: the group's `trainable` when places were last assigned.
         holds_frozen: some of `params` do not require grad.
         unsharded: the unsharded parameters of `params`, once they exist.
@@ -142,11 +144,11 @@ class GradGroup:
         self.is_due = False
         self.scheduler: ReductionScheduler | None = None
         self.partial = PartialSum()
-        self._shard: GradShard | None = None
+        self.shard: GradShard | None = None
         self._route: ReduceRoute
         self.trainable: tuple[bool, ...] = ()
         self.holds_frozen = False
-        self._generation = -1  # of the group, when places were last assigned
+        self._is_placed = False  # places were assigned to these parameters
         self._second = None if group.spec.second_step is None else group.spec.second_step()
         self.pack_stream: Stream = None
         # Pack streams on which gradients arrived or were packed; these record no event.
@@ -168,10 +170,7 @@ class GradGroup:
         first, because they were packed with the old layout.
         """
         trainable = self.group.carry_requires_grad()
-        is_new = self._generation != self.group.generation
-        if is_new:  # parameters were replaced
-            self._generation = self.group.generation
-            self._leave_shard()
+        is_new, self._is_placed = not self._is_placed, True
         # Clipping and the optimizer have to find an existing gradient, also if its parameter was
         # frozen since.
         params, attribute = self.group.params, self.group.gradient_policy.attribute
@@ -226,9 +225,14 @@ class GradGroup:
 
     def _leave_shard(self) -> None:
         """Drops the gradient shard, whose memory the bound gradients keep alive."""
-        if self._shard is not None and self._shard.has_memory:
-            keep_for_current_stream(self._shard.flat)
-        self._shard = None
+        if self.shard is not None and self.shard.has_memory:
+            keep_for_current_stream(self.shard.flat)
+        self.shard = None
+
+    def params_replaced(self) -> None:
+        """Drops what was laid out for former parameters."""
+        self._is_placed = False
+        self._leave_shard()
 
     def hook(self) -> None:
         """Installs the hooks that collect the gradients of trainable parameters."""
@@ -253,19 +257,14 @@ class GradGroup:
 
     # -- the gradient shard
 
-    @property
-    def shard(self) -> GradShard | None:
-        """The gradient shard; None before the first reduction or after parameters were replaced."""
-        return self._shard if self._generation == self.group.generation else None
-
     def require_shard(self) -> GradShard:
         """Returns the gradient shard, created at the first call; it may have no memory yet."""
-        if self._generation != self.group.generation:
+        if not self._is_placed:
             self.refresh_trainable()
-        if self._shard is None:
+        if self.shard is None:
             with torch.inference_mode(mode=False):  # the shard is for training
-                self._shard = GradShard(self.group, self.params, self.layout)
-        return self._shard
+                self.shard = GradShard(self.group, self.params, self.layout)
+        return self.shard
 
     # -- states
 
@@ -301,8 +300,8 @@ class GradGroup:
 
     def memory(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
         """Yields memory that is kept for gradients between steps, with its owner."""
-        if self._shard is not None and self._shard.has_memory:
-            yield "gradients", self._shard.flat.untyped_storage()
+        if self.shard is not None and self.shard.has_memory:
+            yield "gradients", self.shard.flat.untyped_storage()
         yield "unreduced gradients", self.sums.untyped_storage()
         if self.partial.live is not None:
             yield "unreduced gradients", self.partial.live.untyped_storage()
@@ -595,6 +594,7 @@ class GradGroup:
             shard=shard,
             touched=self.touched(),
             has_sums=bool(self.summed),
+            second=route.second,
             partial=self.partial,
             reader=streams.current(),
             pack_stream=self.pack_stream,
@@ -632,9 +632,10 @@ class GradGroup:
             lent = self.pack(
                 reduction.touched, send.whole, streams, route.before, zero_copy=is_whole
             )
-        sent = [send, *(Chunks(gradient, transport.size) for gradient in lent)]
+        sent = [send]
         if is_whole:
             slot.lend(lent, producers)
+            sent += [Chunks(gradient, transport.size) for gradient in lent]
             if not transport.receive_chunks:
                 # Such a transport writes the sum into `own`, and only reads what is sent.
                 receive = [Chunks(own.whole.narrow(0, *place), 1) for *place, _ in route.messages]
@@ -643,12 +644,10 @@ class GradGroup:
             slot.ready.wait(streams.reduce)
             # NCCL runs all messages as one launch; other transports run them one after another.
             with transport.together() if is_whole else NOTHING:
-                reduction.works = [
-                    (begin, numel, transport.reduce_scatter(chunks, place, tag))
-                    for (begin, numel, tag), chunks, place in zip(
-                        route.messages, sent, receive, strict=True
-                    )
-                ]
+                for message, chunks, place in zip(route.messages, sent, receive, strict=True):
+                    begin, numel, tag = message
+                    work = transport.reduce_scatter(chunks, place, tag)
+                    reduction.works.append((begin, numel, work))
         if route.second is not None:
             # The second step runs on its own stream, so that the next group's reduce-scatter does
             # not wait for it.
@@ -693,11 +692,13 @@ def _collect(owner: weakref.ref[GradGroup], unsharded: torch.Tensor) -> None:
     scheduler = grads.scheduler
     if not scheduler.backward_running:
         scheduler.begin_backward(in_autograd=True)
-    # The scheduler must see the last gradient of each group. Calling it for all others would cost
-    # more than they need.
     is_last = grads.take(unsharded, grad, scheduler.comm_ctx.streams)
-    if is_last or scheduler.enrolment is not None:
-        scheduler.arrived(grads)
+    if scheduler.enrolment is not None:
+        scheduler.enrolment.note(grads)
+    # Only a group whose unit's inputs need no gradients is complete now. Others are closed by their
+    # unit's post-backward.
+    if is_last and not grads.waits_for_unit:
+        scheduler.close(grads)
 
 
 class Enrolment(Protocol):
@@ -790,9 +791,12 @@ class ReductionScheduler:
             # Reductions do not depend on gradients of the root's outputs.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         # All ranks share the order of forwards, and so its reverse.
-        self._queue, self._entered = [grads for grads in self._entered if grads.params], {}
-        for grads in self._queue:
-            grads.state = GradState.COLLECTING
+        self._queue = []
+        for grads in self._entered:
+            if grads.params:
+                grads.state = GradState.COLLECTING
+                self._queue.append(grads)
+        self._entered.clear()
         if self.enrolment is not None:
             # Under `participate`, every rank reduces the groups that any rank has run.
             self._queue = self.enrolment.begin()
@@ -800,29 +804,16 @@ class ReductionScheduler:
                 if grads.state is GradState.IDLE:  # this rank has run no forward of it
                     grads.state = GradState.READY
 
-    def arrived(self, grads: GradGroup) -> None:
-        """Handles the last gradient of a group."""
-        if self.enrolment is not None:
-            self.enrolment.note(grads)
-        # Only a group whose unit's inputs need no gradients is complete now. Others are closed by
-        # their unit's post-backward.
-        if grads.count == len(grads.params) and not grads.waits_for_unit:
-            self.close(grads)
-
     def close(self, grads: GradGroup) -> None:
-        """Marks a group as complete, and reduces all groups whose turn has come."""
-        if self.enrolment is not None and not self.enrolment.is_complete(grads):
-            return
-        if grads.state is GradState.COLLECTING:
-            grads.state = GradState.READY
-        self.reduce_ready()
-
-    def reduce_ready(self) -> None:
-        """Reduces complete groups at the head of the queue, in order.
+        """Marks a group as complete, and reduces the complete groups at the head of the queue.
 
         Leaves the last group to the end of backward, which first frees its parameters and where
         there is nothing left to overlap with.
         """
+        if self.enrolment is not None and not self.enrolment.is_complete(grads):
+            return
+        if grads.state is GradState.COLLECTING:
+            grads.state = GradState.READY
         # Complete groups behind the head wait: the sequence of collectives must not depend on the
         # data.
         while len(self._queue) > 1 and self._queue[-1].state is GradState.READY:
@@ -883,10 +874,17 @@ class ReductionScheduler:
         """Completes every reduction in flight; the current stream waits for the gradients."""
         # Launch all second steps before waiting for the first one, so that they overlap.
         for reduction in self.in_flight:
-            reduction.start_second_step()
+            if reduction.second is not None:
+                reduction.start_second_step()
         stream = self.comm_ctx.streams.current()
         for reduction in self.in_flight:
-            reduction.join(stream)
+            reduction.complete()
+            reduction.route.done.wait(stream)
+            if reduction.shard is not None:
+                reduction.shard.read.clear()
+                # Last, because the host waits here for flags from the device, or for gradients that
+                # are copied to it.
+                reduction.shard.decide()
         self.in_flight = []
         for ring in self.comm_ctx.rings:
             ring.rewind(stream)

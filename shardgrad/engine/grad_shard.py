@@ -329,7 +329,8 @@ class GradShard:
         Streams: on the current one, after `pack_stream` if memory is allocated there. The program
         reads kept gradients on `reader`.
         """
-        self.decide()
+        if self._told is not None or self._brought is not None:  # of a reduction not yet joined
+            self.decide()
         self._part_with_kept(reader)
         self.nonfinite = None
         self.judged.clear()
@@ -359,15 +360,10 @@ class GradShard:
             # Adding on the device costs a copy to it, but the host need not wait during backward.
             staging.copy_(self.flat, non_blocking=True)
         write(staging, divisor=divisor, accumulate=accumulate)
-        # Copy to the host, where the shard lives. The copy may still run until `wait_on_host`.
+        # Copy to the host, where the shard lives. The copy may run until `decide` has waited.
         self.flat.copy_(staging, non_blocking=self._home.pinned)
         self._brought = self._brought or streams.event()
         self._brought.record(streams.current())
-
-    def wait_on_host(self) -> None:
-        """Makes the host wait for gradients that are being copied to it."""
-        if self._brought is not None:
-            self._brought.wait_on_host()
 
     def bind(self, touched: tuple[bool, ...], streams: Streams) -> None:
         """Binds the gradients that were `touched` on this rank and runs hooks; `decide` binds
@@ -400,7 +396,8 @@ class GradShard:
             # FSDP2 runs them after its reduction, too.
             hooks = param._post_accumulate_grad_hooks
             if hooks:
-                self.wait_on_host()
+                if self._brought is not None:
+                    self._brought.wait_on_host()
                 with torch.no_grad():
                     for hook in list(hooks.values()):
                         hook(param)
@@ -419,7 +416,8 @@ class GradShard:
             self._seen[self.touched] = tuple(self.flagged)
             # Gradients of this rank are bound already.
             self._bind(list(map(gt, self.flagged, self.touched)))
-        self.wait_on_host()
+        if self._brought is not None:
+            self._brought.wait_on_host()
 
     def unbind(self) -> None:
         """Sets the gradients of all parameters to None."""

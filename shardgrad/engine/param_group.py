@@ -383,8 +383,7 @@ class ParamGroup:
         shard: this rank's chunk, 1-D, in the parameters' dtype, or bytes if they travel as bytes.
         is_flat: True if the local tensors of sharded parameters are views of `shard`.
         kind: the kind of group in words, for the comparison between ranks.
-        generation: how often parameters were replaced. A gradient shard of an earlier generation is
-            stale.
+        generation: how often parameters were replaced.
         steps_taken: how often an optimizer has changed the parameters; see
             `checks/optimizer_hooks.py`.
         trainable: per parameter, the `requires_grad` that the sharded and the unsharded one last
@@ -674,7 +673,9 @@ class ParamGroup:
         if gather.zero_copy is not None:
             # Zero-copy parameters need unsharded memory before the all-gather, not only at the
             # copy-out.
-            self._unsharded_params(comm_ctx.streams).allocate_for(comm_ctx.streams.gather)
+            streams = comm_ctx.streams
+            self._unsharded_params(streams).allocate()
+            streams.order(streams.current(), streams.gather)
         gather.launch(self.name, version, self.wait_for_unshard)
         return gather
 

@@ -9,7 +9,7 @@ The group's mesh and settings decide which of these steps run, never the data.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -147,6 +147,7 @@ class Reduction:
     shard: GradShard | None  # None to stop after the first step and keep a partial sum
     touched: tuple[bool, ...]  # per trainable parameter, whether this rank had a gradient
     has_sums: bool  # it includes gradients of earlier backwards
+    second: SecondStep | None  # the second step, until it is started
     partial: PartialSum
     reader: Stream  # on which the program reads kept gradients
     pack_stream: Stream
@@ -154,36 +155,34 @@ class Reduction:
     # If nothing is sent, `write` fills the gradient shard. Otherwise each of `works` has the first
     # element and the length of its part, and its data is in `slot`, which is released at the end.
     write: Callable[..., object] | None = None
-    works: Sequence[tuple[int, int, Work]] = ()
+    works: list[tuple[int, int, Work]] = field(default_factory=list)
     slot: Slot | None = None
     own: torch.Tensor = _NOTHING  # for the first step's sum; may be one of its summands
     room: Chunks = _NO_ROOM  # for the second step
     staging: torch.Tensor | None = None  # for a gradient shard on the host
     is_complete: bool = False
-    _is_summed: bool = False  # by the first of two steps
 
     def start_second_step(self) -> None:
-        """Ends the first of two steps and starts the second; no-op if there is only one.
+        """Ends the first of two steps and starts the second, if that is still to be done.
 
         Blocks the host only if streams do not order the transport's results.
         """
         route, partial = self.route, self.partial
-        # The next launch, the end of backward and `join` may all call this.
-        if route.second is None or self._is_summed:
+        second, self.second = self.second, None
+        if second is None:
             return
-        self._is_summed = True
         if self.shard is None or partial.is_live:
             if partial.tensor is None:
                 partial.tensor = torch.empty_like(self.own)
             self._sum(partial.tensor, accumulate=partial.is_live)
-            partial.is_live, self.works = self.shard is None, ()
+            partial.is_live, self.works = self.shard is None, []
             if self.shard is None:
                 return
             self.own.copy_(partial.tensor)
         else:
             self._sum(self.own)
-        numel = route.second.result(self.own).numel()
-        work = route.second.launch(self.own, self.room, route.messages[0][2], route.comm_ctx)
+        numel = second.result(self.own).numel()
+        work = second.launch(self.own, self.room, route.messages[0][2], route.comm_ctx)
         self.works = [(0, numel, work)]
 
     def _sum(self, out: torch.Tensor, *, divisor: float = 1.0, accumulate: bool = False) -> None:
@@ -193,7 +192,9 @@ class Reduction:
 
         Streams: on the current one. Capture: safe.
         """
-        received = [(begin, numel, work.wait()) for begin, numel, work in self.works]
+        received = []
+        for begin, numel, work in self.works:
+            received.append((begin, numel, work.wait()))
         for begin, numel, summands in received:
             part = out if numel == out.numel() else out.narrow(0, begin, numel)
             ops.sum_chunks(summands, part, divisor=divisor, accumulate=accumulate)
@@ -204,7 +205,8 @@ class Reduction:
         """
         if self.is_complete:
             return
-        self.start_second_step()
+        if self.second is not None:
+            self.start_second_step()
         shard, route = self.shard, self.route
         if shard is not None:
             write, divisor, comm_ctx = self.write or self._sum, route.after, route.comm_ctx
@@ -241,23 +243,12 @@ class Reduction:
         self.works = [(0, out.numel(), Work([out]))]
         return later
 
-    def join(self, stream: Stream) -> None:
-        """Completes the reduction and makes `stream` wait for it, or the host for gradients on the
-        host.
-        """
-        self.complete()
-        self.route.done.wait(stream)
-        if self.shard is not None:
-            self.shard.read.clear()
-            # Last, because the host waits here for flags from the device; everything is launched.
-            self.shard.decide()
-
     def abandon(self) -> bool:
         """Ends and drops a reduction of a failed backward; returns whether gradients or sums are
         lost.
         """
         # It cannot be subtracted from gradients or a partial sum that it was added to.
-        is_written = self._is_summed or self.is_complete
+        is_written = self.second is not self.route.second or self.is_complete
         if is_written:
             self.partial.is_live = False
         if not self.is_complete:
@@ -280,7 +271,7 @@ class Reduction:
     def _finish(self) -> None:
         self.is_complete = True
         # They may reference gradients that were sent without a copy.
-        self.works = ()
+        self.works = []
         if self.slot is not None:
             self.slot.release(self.end)
         self.route.done.record(self.end)

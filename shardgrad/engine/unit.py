@@ -29,7 +29,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -63,7 +62,6 @@ UNIT = "_shardgrad_unit"
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
-_GRAD_SHARD = attrgetter("shard")
 _TENSORS = {torch.Tensor}  # the usual arguments, which need no `tree_flatten`
 
 # -1 unless autograd runs a backward on this thread. A forward is then a recomputation, or is called
@@ -136,8 +134,8 @@ class Unit:
         self.is_called_around = False
         self.context: RootContext | None = None
         self._lazy_init = lazy_init
-        self.before_outermost_forward: Callable[[], None] = lambda: None
-        self.accept: Callable[[Sequence[Unit]], None] = lambda units: None
+        self.before_outermost_forward: Callable[[], None]
+        self.accept: Callable[[Sequence[Unit]], None]
         self.groups: list[ParamGroup] = []
         self.grad_groups: list[GradGroup] = []
         self.set_groups(groups)
@@ -151,8 +149,6 @@ class Unit:
         self.waiting_modules: set[nn.Module] = set()
         # Modules whose forward is running, the innermost last.
         self.running: list[nn.Module] = []
-        self.pre_backward: Callable[..., None] = self._pre_backward
-        self.post_backward: Callable[..., None] = self._post_backward
         # Hooks instead of a wrapper keep state dict names, `isinstance` and attributes unchanged.
         # `prepend` lets the program's own pre-forward hooks see unsharded parameters.
         self.hooks = [
@@ -364,7 +360,7 @@ class Unit:
                     )
 
     @outside_graphs
-    def _pre_backward(self, call: _Call, grad: torch.Tensor) -> None:
+    def pre_backward(self, call: _Call, grad: torch.Tensor) -> None:
         """Unshards the parameters before the first gradient enters the unit."""
         context = self.context or self._lazy_init(self)
         recorder.unit = self.name
@@ -402,7 +398,7 @@ class Unit:
             self.pre_backward(call, grad)
 
     @outside_graphs
-    def _post_backward(self, *, counted: bool = False) -> None:
+    def post_backward(self, *, counted: bool = False) -> None:
         """Ends one call's backward: the gradients of its inputs have all arrived.
 
         Reshards the parameters, which nothing below needs, and closes the group once no call is
@@ -658,9 +654,9 @@ class RootContext:
         if is_captured == self.comm_ctx.is_captured:
             return False
         self.comm_ctx.is_captured = is_captured
-        for shard in map(_GRAD_SHARD, self.grad_groups):
-            if shard is not None:
-                shard.look(is_captured=is_captured)
+        for grads in self.grad_groups:
+            if grads.shard is not None:
+                grads.shard.look(is_captured=is_captured)
         return True
 
     def require_awake(self) -> None:
@@ -680,9 +676,9 @@ class RootContext:
         Capture: safe; memory that exists stays at its address and is not freed.
         """
         free = []
-        for shard in map(_GRAD_SHARD, self.grad_groups):
-            is_held = shard is not None and shard.memory is GradMemory.HELD
-            if is_held and shard.are_absent():
+        for grads in self.grad_groups:
+            shard = grads.shard
+            if shard is not None and shard.memory is GradMemory.HELD and shard.are_absent():
                 free.append(shard)
         if not free or self.scheduler.in_flight:
             return

@@ -185,7 +185,6 @@ def _join_rest(
     # Not if the iteration was cleared.
     if enrolment is not None and scheduler.enrolment is enrolment and enrolment.is_open:
         scheduler.begin_backward(in_autograd=False)
-        scheduler.reduce_ready()
         context.end_backward()
     context.gather_through = None
     scheduler.enrolment = None

@@ -116,7 +116,8 @@ def test_what_an_abandoned_reduction_brings_is_written_to_its_old_memory(
     if dist.get_rank() == 1:
         work.wait()
         return
-    route: Any = SimpleNamespace(end=comm_ctx.streams.reduce, done=comm_ctx.streams.event())
+    end, done = comm_ctx.streams.reduce, comm_ctx.streams.event()
+    route: Any = SimpleNamespace(end=end, done=done, second=None)
     slot.holder = reduction = Reduction(
         name="few",
         route=route,
@@ -125,10 +126,11 @@ def test_what_an_abandoned_reduction_brings_is_written_to_its_old_memory(
         shard=None,
         touched=(),
         has_sums=False,
+        second=None,
         partial=PartialSum(),
         reader=comm_ctx.streams.current(),
         pack_stream=comm_ctx.streams.current(),
-        end=route.end,
+        end=end,
     )
     if reason is CollectiveError:
         give_up(group)
