@@ -64,8 +64,10 @@ def test_extensions_train_bit_for_bit_like_under_fsdp2(
 @on_ranks(2)
 def test_extensions_are_told_mesh_shape_module_and_policy() -> None:
     model = extended(Narrowed, 5, 7)
+    model[0].weight.is_expert = True
     shardgrad.fully_shard(model, mp_policy=BF16, mesh=hsdp_mesh(2, 1))
     weight = model[0].weight
+    assert weight.is_expert  # what a program has set stays
     assert isinstance(weight, DTensor)
     assert isinstance(weight.to_local(), Narrowed)
     model(torch.ones(2, 5)).sum().backward()
