@@ -85,6 +85,12 @@ def test_metadata_makes_objects_of_torchs_format_and_of_no_other_class(
         checkpoint.read_metadata(tmp_path)
 
 
+def test_a_tensor_that_its_parts_do_not_cover_is_refused(tmp_path: Path) -> None:
+    of_torch(tmp_path / "c", lambda found: found.state_dict_metadata["w"].chunks.pop())
+    with pytest.raises(CheckpointError, match="do not cover the tensor w"):
+        checkpoint.load(state(), tmp_path / "c")
+
+
 def test_a_link_in_a_checkpoint_without_checksums_is_not_followed(tmp_path: Path) -> None:
     folder = of_torch(tmp_path / "c", lambda _: None)
     (data,) = folder.glob("*.distcp")

@@ -113,6 +113,7 @@ def test_a_replaced_parameter_makes_another_table() -> None:
     model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
     replaced = shardgrad.export_table(model)
     assert replaced != table
+    model[0].weight = nn.Parameter(2.0 * model[0].weight.detach())
     assert_is(model, whole_of(model))
     model.to(torch.float64)
     assert shardgrad.export_table(model) != replaced

@@ -33,6 +33,7 @@ from tests.support.tensor_extensions import (
     Half,
     Narrowed,
     Quantized,
+    Scaled,
     extended,
     train,
     unwrapped,
@@ -51,9 +52,13 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
         (Narrowed, (6, 8, 4), {"micro_batches": 2, "sync_each": False}),
         (Narrowed, (6, 8, 4), {"optimizer": "fused adamw"}),
         (Quantized, (6, 8, 4), {}),
+        (Scaled, (6, 8, 4), {}),
         (Chunked, (6, 8, 4), {}),
     ],
-    ids=["bf16", "uneven", "kept", "bf16_policy", "sync_last", "fused", "int8_and_scales", "nf4"],
+    ids=[
+        *("bf16", "uneven", "kept", "bf16_policy", "sync_last", "fused"),
+        *("int8_and_scales", "float8", "nf4"),
+    ],
 )
 def test_extensions_train_bit_for_bit_like_under_fsdp2(
     two_ranks: Ranks, kind: type[Narrowed], sizes: tuple[int, ...], options: dict[str, Any]

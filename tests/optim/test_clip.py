@@ -124,6 +124,7 @@ def test_bad_arguments_are_refused() -> None:
                 shardgrad.clip_grad_norm_(model, limit, norm_type=order)
         with pytest.raises(GradientError, match="non-finite"):
             shardgrad.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
+        shardgrad.clip_grad_norm_(model, math.inf)  # scales nothing
     table = nn.Embedding(5, 3, sparse=True)
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(GradientError, match="dense"):

@@ -95,9 +95,12 @@ def test_a_wrong_order_of_calls_is_refused() -> None:
         with pytest.raises(OptionError, match="inf checks"):
             scaler.update()
         backward(model, scaler)
+        restore = scaler.snapshot()
         scaler.unscale_(optim)
         with pytest.raises(OptionError, match="already been called"):
             scaler.unscale_(optim)
+        restore()  # after a capture that failed
+        scaler.unscale_(optim)
         scaler.step(optim)
         with pytest.raises(OptionError, match="already been called"):
             scaler.step(optim)

@@ -123,9 +123,11 @@ class Chunked(Narrowed):
 
 
 class Quantized(Narrowed):
-    """Gathers int8 and one scale a rank; the older signature, which gets the mesh only."""
+    """Gathers int8 and one scale a rank."""
 
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:  # type: ignore[override]
+    def fsdp_pre_all_gather(
+        self, mesh: DeviceMesh, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
         scale = self._data.abs().amax().clamp_min(1e-12) / 127
         return ((self._data / scale).round().to(torch.int8), scale.reshape(1)), None
 
@@ -150,7 +152,9 @@ class Quantized(Narrowed):
 
 
 class Scaled(Quantized):
-    """As torchao's float8 weights: the scale is the same on all ranks, and not gathered."""
+    """As torchao's float8 weights: the scale is the same on all ranks, and not gathered; with the
+    older signature, which gets the mesh only.
+    """
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> Any:  # type: ignore[override]
         scale = self._data.abs().amax() / 127
