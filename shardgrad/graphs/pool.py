@@ -7,6 +7,7 @@ needs no wait unless the call before it was made on another stream.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import threading
@@ -24,6 +25,9 @@ from shardgrad.policies import SleepPolicy
 __all__ = ["DeviceGraph", "GraphPool"]
 
 DeviceGraph = Any  # a torch.cuda.CUDAGraph or a torch.accelerator.Graph
+
+
+_STREAM_NON_BLOCKING = 1  # cudaStreamNonBlocking: not synchronized with the legacy stream
 
 
 class GraphPool:
@@ -234,9 +238,24 @@ def _capture_stream(device: torch.device, thread: int) -> torch.Stream:
 
     All pools share one stream because torch keeps a cuBLAS workspace for each stream that ran a
     matmul (64 MiB on an H100) until the process ends. Each thread has its own stream, since work
-    that another thread launches on it during a capture would become part of the graph.
+    that another thread launches on it during a capture would become part of the graph. For the same
+    reason the stream is not from torch's pool: torch hands out its 32 streams round-robin, so the
+    program's 33rd stream would be this one.
     """
-    return torch.Stream(device)
+    if device.type != "cuda" or torch.version.cuda is None:  # other devices, and ROCm
+        return torch.Stream(device)
+    runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")
+    stream = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        torch.cuda.check_error(
+            runtime.cudaStreamCreateWithFlags(ctypes.byref(stream), _STREAM_NON_BLOCKING)
+        )
+    found = torch.cuda.ExternalStream(stream.value, device=device)
+    # A torch.cuda.Stream equals the torch.Stream with its id but has another hash, and streams are
+    # dictionary keys here. So torch.Stream is used everywhere.
+    return torch.Stream(
+        stream_id=found.stream_id, device_index=found.device_index, device_type=found.device_type
+    )
 
 
 _threads_capturing: dict[torch.device, threading.Thread] = {}

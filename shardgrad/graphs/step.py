@@ -276,6 +276,13 @@ class GraphedStep(Generic[_P, _R]):
             outputs = detached(self._function(*args, **kwargs))
         self._note_border()
         self.eager_steps += 1
+        if self.eager_steps == 1 and not self.pool.can_capture:
+            self._warn(
+                f"runs eagerly on every call, because {self.pool.device.type} has no graphs. The "
+                "results are the same. Whether it can be captured shows only on a device with "
+                "graphs.",
+                depth=5,
+            )
         self._seen.pop(self._before, None)
         self._seen[self._before] = redraws
         # Those that have a graph may be among them, so as many others are kept.

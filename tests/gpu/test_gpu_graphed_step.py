@@ -266,6 +266,8 @@ def test_pools_of_a_thread_share_a_stream_and_its_cublas_workspace(device: torch
         step.close()
         held.append(torch.cuda.memory_allocated())
     assert held[1:] == [held[0]] * 2
+    lent = {torch.cuda.Stream().cuda_stream for _ in range(40)}  # torch has 32
+    assert step.pool.stream.native_handle not in lent, "a program may launch into its captures"
 
 
 @pytest.mark.parametrize("pinned", [True, False])

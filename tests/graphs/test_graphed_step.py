@@ -45,6 +45,7 @@ def test_a_step_on_the_cpu_trains_as_the_function_itself() -> None:
     plain, other = training()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message=".*cpu has no graphs")
         for number in range(6):
             x = torch.full((3, 4), float(number))
             assert torch.equal(step(x)["loss"], other.__wrapped__(x)["loss"])
@@ -69,10 +70,27 @@ def test_an_argument_that_an_eager_step_keeps_and_writes_is_as_in_a_plain_call()
         assert not given.requires_grad
 
 
+def test_a_device_without_graphs_is_told_once() -> None:
+    @shardgrad.graphed_step(nn.Linear(4, 4))
+    def step(x: Tensor) -> Tensor:
+        return x + 1
+
+    with pytest.warns(
+        shardgrad.UncapturableStepWarning,
+        match="runs eagerly on every call, because cpu has no graphs",
+    ) as caught:
+        step(torch.ones(2))
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(torch.ones(2))
+
+
 def test_seven_new_shapes_in_a_row_are_a_warning_with_the_last() -> None:
     _, step = training()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message=".*cpu has no graphs")
         for rows in (1, 2, 3, 4, 5, 6, 6, *range(7, 13)):
             step(torch.ones(rows, 4))
     with pytest.warns(
