@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from shardgrad.engine.unit import Unit
 from shardgrad.sharding.mesh import DataParallelMesh
@@ -11,14 +10,7 @@ from shardgrad.sharding.mesh import DataParallelMesh
 __all__ = ["require_same_model"]
 
 
-@dataclass
-class _MessageNumbers:
-    """Counts the numbers given to groups in this process."""
-
-    reserved: int = 0
-
-
-numbers = _MessageNumbers()
+_reserved = 0  # numbers that groups of this process have
 
 
 def _described(units: Sequence[Unit], mesh: DataParallelMesh | None = None) -> Iterator[str]:
@@ -67,17 +59,16 @@ def require_same_model(units: Sequence[Unit]) -> None:
     Raises:
         RankDisagreementError: on every rank, naming the first difference.
     """
+    global _reserved
     root = units[0].mesh
-    first_number = numbers.reserved
     for mesh in dict.fromkeys([root, *(group.mesh for unit in units for group in unit.groups)]):
         for group in mesh.comparable_groups:
             from shardgrad.diagnosis.same_lines import require_same_lines  # for several ranks only
 
             lines = list(_described(units, None if mesh == root else mesh))
-            first_number = require_same_lines(lines, first_number, group)
+            _reserved = require_same_lines(lines, _reserved, group)
     # Message tags contain these numbers, so that a rank which is out of sync is noticed.
-    numbers.reserved = first_number
     for unit in units:
         for param_group in unit.groups:
-            param_group.set_tags(unit.name, numbers.reserved)
-            numbers.reserved += 1
+            param_group.set_tags(unit.name, _reserved)
+            _reserved += 1

@@ -291,9 +291,9 @@ class Unit:
                     # Without any, gradients may still pass through this call, to its inputs or to
                     # parameters, but no output can tell when backward begins. For example, torch
                     # cannot look into the object that contains the outputs.
-                    is_trained = any(True in group.trainable for group in self.groups)
-                    if not begins and (self.outstanding or is_trained):
-                        self.held = True
+                    if not begins:
+                        is_trained = any(True in group.trainable for group in self.groups)
+                        self.held |= is_trained or self.outstanding > 0
             if not recomputing and module not in self.running:
                 self.waiting_modules.discard(module)
                 if not self.waiting_modules:
