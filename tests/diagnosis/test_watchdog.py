@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 import shardgrad
 from shardgrad.diagnosis import watchdog as module
-from shardgrad.diagnosis.flight_recorder import FlightRecorder, recorder
-from shardgrad.diagnosis.rank_status import rank_status
+from shardgrad.diagnosis.flight_recorder import Entry, FlightRecorder, recorder
+from shardgrad.diagnosis.rank_status import Diagnosis, rank_status
 from shardgrad.diagnosis.watchdog import Watchdog
 from tests.support.parity import SHARDGRAD, token_loss, tower
 from tests.support.ranks import Ranks, on_ranks
@@ -68,6 +68,16 @@ def test_until_a_collective_is_old_nothing_is_sent_and_no_stack_is_read(
     assert [call[0] for call in store.method_calls] == ["set"]  # that it has started
     assert not stacks.called
     assert module.STALL_S == 10.0
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_wait_for_ranks_that_are_there_is_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "waits_in", Entry(1, "all-gather of a unit", (0, 1)))
+    monkeypatch.setattr(recorder, "verdict", None)
+    ended = rank_status(FlightRecorder(), 2, has_ended=True)
+    with pytest.warns(module.WaitingRanksWarning, match="Rank 2 has finished"):
+        module._warn_or_give_up(Diagnosis("Rank 2 has finished.", "end together"), {2: ended})
+    assert recorder.verdict is None
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,7 @@ def test_only_padding_travels_besides_the_pieces(
         pieces = [(torch.empty(shape).chunk(world_size), shape) for shape in matrices]
         mine = sum(cut[rank].numel() for cut, _ in pieces if rank < len(cut))
         assert mine <= sum(exchange.sent) < mine + 64 * len(matrices) + 1
+        assert not any(batch.offset % 64 for batch in exchange.batches)  # 128 bytes
 
 
 LLAMA_8B = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096)] + [(14336, 4096)] * 2
