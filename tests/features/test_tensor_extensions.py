@@ -46,7 +46,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
     ("kind", "sizes", "options"),
     [
         (Narrowed, (6, 8, 4), {}),
-        (Narrowed, (5, 7, 3), {}),
+        (Narrowed, (5, 7, 1), {}),
         (Narrowed, (6, 8, 4), {"reshard_after_forward": False}),
         (Narrowed, (6, 8, 4), {"mp_policy": BF16}),
         (Narrowed, (6, 8, 4), {"micro_batches": 2, "sync_each": False}),
@@ -56,7 +56,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
         (Chunked, (6, 8, 4), {}),
     ],
     ids=[
-        *("bf16", "uneven", "kept", "bf16_policy", "sync_last", "fused"),
+        *("bf16", "uneven_and_no_rows", "kept", "bf16_policy", "sync_last", "fused"),
         *("int8_and_scales", "float8", "nf4"),
     ],
 )
