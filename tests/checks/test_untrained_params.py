@@ -158,10 +158,14 @@ def groups_without_parameters_or_with_frozen_ones() -> None:
 
 
 def a_skipped_step_is_waited_for() -> None:
-    model, optim = ready()
-    model[0].bias.grad.fill_(torch.inf)
+    model, optim = ready(Half())
+    next(p.grad for p in model.parameters() if p.grad is not None).fill_(torch.inf)
     shardgrad.clip_grad_norm_(model, 1.0)
     assert not said(optim.step)
+    optim.zero_grad()
+    backward(model)
+    (text,) = said(optim.step)
+    assert "had none: unused.weight, unused.bias. " in text
 
 
 @pytest.mark.parametrize(
