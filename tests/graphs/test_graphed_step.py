@@ -217,6 +217,7 @@ def yields(x: Tensor) -> Iterator[Tensor]:
     ("step", "words"),
     [
         (lambda x: (x, "done"), r"returned a str, output\[1\]"),
+        (lambda x: {"rows": len(x)}, r"returned a int, output\['rows'\]"),
         (yields, "yield or async def cannot be a step"),
     ],
 )

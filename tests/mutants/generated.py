@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 TESTS = {
     "engine": (
         "tests/engine/test_gradients_kept.py tests/test_module.py tests/engine tests/checks"
-        " tests/features tests/fuzz/test_programs.py"
+        " tests/features tests/fuzz/test_programs.py tests/optim/test_clips_and_zeroes.py"
     ),
     "sharding": "tests/sharding tests/engine/test_training_parity.py tests/features",
     "optim": "tests/optim tests/fuzz/test_programs.py",
