@@ -286,8 +286,9 @@ class SlotRing:
                 return
         self._turns, self._largest = list(self.slots), 0
         # What a ring keeps on a device has nothing lent: see `CollectiveConfig.reduces_plainly`.
-        for slot in () if self.keeps else self._turns:
-            slot.give_back(joined)
+        if not self.keeps:
+            for slot in self._turns:
+                slot.give_back(joined)
 
 
 class RecurringMemory:

@@ -83,12 +83,38 @@ def grads_of(group: ParamGroup) -> GradGroup:
 class GradState(Enum):
     """How far the running backward has come with a group's gradients."""
 
+    __hash__ = object.__hash__  # as Enum's, without a call of Python's for each transition
+
     IDLE = auto()  # no backward involves them: bound gradients are final
     COLLECTING = auto()  # they arrive from autograd: half written
     READY = auto()  # complete: waiting for the group's turn
     # Sent, with the reduction in flight or over; or added to the sums that wait on this rank.
     SENT = auto()
 
+
+IDLE, COLLECTING, READY, SENT = GradState
+
+
+class _Transitions(dict[tuple[GradState, GradState], GradState]):
+    """The next state, by the present one and the next one. Any other pair raises."""
+
+    def __missing__(self, pair: tuple[GradState, GradState]) -> GradState:
+        raise RuntimeError(f"invalid transition of a group's gradients: {pair[0]} to {pair[1]}")
+
+
+# Only `ReductionScheduler` makes transitions. The end of a backward leads from any state to IDLE.
+_NEXT = _Transitions(
+    {
+        (IDLE, COLLECTING): COLLECTING,
+        (IDLE, READY): READY,  # under `participate`, for a group of which this rank ran no forward
+        (IDLE, SENT): SENT,  # gradients that the program has written, or that waited
+        (COLLECTING, READY): READY,
+        (COLLECTING, SENT): SENT,  # at the end of backward, after which no more gradients come
+        (READY, SENT): SENT,
+        (SENT, COLLECTING): COLLECTING,  # another call of the unit
+        (SENT, SENT): SENT,  # gradients that the program wrote after the reduction
+    }
+)
 
 _HOOKED = "_shardgrad_hooked"
 # Whether the backward on this thread was called with `retain_graph=True`.
@@ -139,7 +165,7 @@ class GradGroup:
         self.requires_sync = True
         self.requires_all_reduce = True
         self.divide_factor: float | None = None
-        self.state = GradState.IDLE
+        self.state = IDLE
         self.waits_for_unit = False
         self.is_due = False
         self.scheduler: ReductionScheduler | None = None
@@ -271,7 +297,7 @@ class GradGroup:
     @property
     def is_reduced(self) -> bool:
         """True if this backward has sent the gradients instead of adding them to waiting sums."""
-        return self.state is GradState.SENT and not self.is_due
+        return self.state is SENT and not self.is_due
 
     def follow(self, other: GradGroup) -> None:
         """Copies the program's settings, which are equal for all groups of a unit."""
@@ -662,7 +688,7 @@ class GradGroup:
 
         Returns whether gradients of earlier backwards are lost with it.
         """
-        was_summed = self.state is GradState.SENT and self.is_due
+        was_summed = self.state is SENT and self.is_due
         # This backward was added to the sums of earlier ones, and cannot be subtracted.
         self._drop_collected()
         if was_summed:
@@ -674,7 +700,7 @@ class GradGroup:
         """Notes that no backward runs any more; autograd has synchronized its streams."""
         self._pack_streams.clear()
         self.waits_for_unit = False
-        self.state = GradState.IDLE
+        self.state = IDLE
 
 
 @outside_graphs
@@ -762,10 +788,10 @@ class ReductionScheduler:
         of an older graph. Another call of a unit may then follow its reduction. All ranks reduce it
         again, whichever have gradients.
         """
-        is_again = grads.state is GradState.SENT and self.enrolment is None
-        if grads.params and (grads.state is GradState.IDLE or is_again):
+        is_again = grads.state is SENT and self.enrolment is None
+        if grads.params and (grads.state is IDLE or is_again):
             grads.waits_for_unit = True
-            grads.state = GradState.COLLECTING
+            grads.state = _NEXT[grads.state, COLLECTING]
             self._queue.append(grads)
 
     def begin_backward(self, *, in_autograd: bool) -> None:
@@ -794,15 +820,15 @@ class ReductionScheduler:
         self._queue = []
         for grads in self._entered:
             if grads.params:
-                grads.state = GradState.COLLECTING
+                grads.state = _NEXT[grads.state, COLLECTING]
                 self._queue.append(grads)
         self._entered.clear()
         if self.enrolment is not None:
             # Under `participate`, every rank reduces the groups that any rank has run.
             self._queue = self.enrolment.begin()
             for grads in self._queue:
-                if grads.state is GradState.IDLE:  # this rank has run no forward of it
-                    grads.state = GradState.READY
+                if grads.state is IDLE:  # this rank has run no forward of it
+                    grads.state = _NEXT[grads.state, READY]
 
     def close(self, grads: GradGroup) -> None:
         """Marks a group as complete, and reduces the complete groups at the head of the queue.
@@ -812,11 +838,11 @@ class ReductionScheduler:
         """
         if self.enrolment is not None and not self.enrolment.is_complete(grads):
             return
-        if grads.state is GradState.COLLECTING:
-            grads.state = GradState.READY
+        if grads.state is COLLECTING:
+            grads.state = _NEXT[grads.state, READY]
         # Complete groups behind the head wait: the sequence of collectives must not depend on the
         # data.
-        while len(self._queue) > 1 and self._queue[-1].state is GradState.READY:
+        while len(self._queue) > 1 and self._queue[-1].state is READY:
             self._reduce(self._queue.pop())
 
     def _reduce(self, grads: GradGroup) -> None:
@@ -839,7 +865,7 @@ class ReductionScheduler:
             grads.is_due = True
             if grads.count:
                 grads.add_up(self.comm_ctx.streams)
-        grads.state = GradState.SENT
+        grads.state = _NEXT[grads.state, SENT]
 
     def drain(self, *, wait: bool) -> None:
         """Ends a backward: reduces the remaining groups under the root, in construction order.
