@@ -98,7 +98,7 @@ def address_of(found: Any) -> Hashable:
 def closed_over(
     function: Callable[..., Any],
     objects: Iterable[Any],
-    given: frozenset[int] = frozenset(),
+    given: frozenset[int],
 ) -> Iterator[tuple[Place, Any]]:
     """Yields (place, value) for the tensors, numbers and strings that are reachable. The search is
     breadth-first, so places with the shortest way come first. A tensor may have several places.

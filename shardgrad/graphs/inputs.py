@@ -184,11 +184,9 @@ class InputBuffers:
         return tensor.device.type == self._device.type
 
     def _staged(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor from which CUDA copies asynchronously."""
         if self._device.type != "cuda" or self._is_on_device(tensor):
             return tensor
-        return tensor if tensor.is_pinned() and tensor.is_contiguous() else _pinned(tensor)
-
-
-def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy in pinned memory, from which CUDA copies asynchronously."""
-    return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+        if tensor.is_pinned() and tensor.is_contiguous():
+            return tensor
+        return torch.empty_like(tensor, pin_memory=True).copy_(tensor)

@@ -11,7 +11,7 @@ import ctypes
 import functools
 import gc
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -26,6 +26,11 @@ __all__ = ["DeviceGraph", "GraphPool"]
 
 DeviceGraph = Any  # a torch.cuda.CUDAGraph or a torch.accelerator.Graph
 
+# Makes autograd nodes of earlier calls run on the capturing stream. The streams that they were
+# created on are not part of the capture. The setting is process-wide; it exists since torch 2.13.
+_override_stale_streams: Callable[[bool], None] = getattr(
+    torch.autograd.graph, "set_override_stale_capture_stream", lambda _: None
+)
 
 _STREAM_NON_BLOCKING = 1  # cudaStreamNonBlocking: not synchronized with the legacy stream
 
@@ -138,7 +143,7 @@ class GraphPool:
             wait_for_stream(self.caller, self.stream)
 
     @contextmanager
-    def capture(self, generators: Sequence[torch.Generator] = ()) -> Iterator[DeviceGraph]:
+    def capture(self, generators: Sequence[torch.Generator]) -> Iterator[DeviceGraph]:
         """Captures what the block launches on the pool's stream, and on streams that join it.
 
         Call it inside `turn`. The host waits for the device first. If the block raises, the capture
@@ -158,6 +163,7 @@ class GraphPool:
             self._graphs += 1
             collecting = gc.isenabled()
             gc.disable()
+            _override_stale_streams(True)
             try:
                 yield graph
                 graph.capture_end()
@@ -165,6 +171,7 @@ class GraphPool:
                 self._abandon(graph, generators)
                 raise
             finally:
+                _override_stale_streams(False)
                 if collecting:
                     gc.enable()
             self._handle = graph.pool()

@@ -23,7 +23,7 @@ from shardgrad.ops.library import build_command, has_kernels
 __all__ = [
     "cause_of",
     "environment_issues",
-    "refuse_harmful_settings",
+    "harmful_settings",
     "require_launch_order",
 ]
 
@@ -83,38 +83,30 @@ _RAISING = {
 }
 
 
-def environment_issues(device: torch.device) -> list[CaptureError]:
-    """Returns the issues that can be found without running a step.
+def environment_issues(device: torch.device) -> Iterator[CaptureError]:
+    """Yields the issues that can be found without running a step.
 
     Args:
         device: the device of the step. Kernels and environment variables are checked on CUDA only.
 
     Capture: called outside of a capture; it reads nothing from the device.
     """
-    found: list[CaptureError] = []
     if device.type == "cuda":
         if not has_kernels("cuda"):
-            found.append(
-                CaptureError(
-                    "shardgrad's CUDA kernels were not built, and the Python replacements for "
-                    "norms and updates wait for the device",
-                    fix=f"{build_command()}, with nvcc of CUDA {torch.version.cuda} on PATH",
-                )
+            yield CaptureError(
+                "shardgrad's CUDA kernels were not built, and the Python replacements for norms "
+                "and updates wait for the device",
+                fix=f"{build_command()}, with nvcc of CUDA {torch.version.cuda} on PATH",
             )
-        found += [
-            _setting(f"{name}={os.environ[name]} {effect}", f"unset {name}")
-            for name, effect in _BLOCKING.items()
-            if os.environ.get(name, "0") not in ("", "0")
-        ]
-        found += _of_allocator()
+        for name, effect in _BLOCKING.items():
+            if os.environ.get(name, "0") not in ("", "0"):
+                yield _setting(f"{name}={os.environ[name]} {effect}", f"unset {name}")
+        yield from harmful_settings(device)
     if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
-        found.append(
-            CaptureError(
-                "anomaly detection reads every gradient on the host to check for NaNs",
-                fix="torch.autograd.set_detect_anomaly(False), or check_nan=False",
-            )
+        yield CaptureError(
+            "anomaly detection reads every gradient on the host to check for NaNs",
+            fix="torch.autograd.set_detect_anomaly(False), or check_nan=False",
         )
-    return found
 
 
 def cause_of(error: BaseException) -> ShardgradError:
@@ -129,16 +121,6 @@ def cause_of(error: BaseException) -> ShardgradError:
     what = f"{type(error).__name__}: {error}".splitlines()[0]
     unknown = CaptureError(what, fix=_HOST_READ.fix)
     return _CUDA_ERRORS.get(getattr(error, "error_code", None), unknown)
-
-
-def refuse_harmful_settings() -> None:
-    """Refuses to begin a capture that would leave the process in a broken state.
-
-    Raises:
-        CaptureError: CUDA's caching allocator has a setting with which it would.
-    """
-    for issue in _of_allocator():
-        raise issue
 
 
 def require_launch_order(groups: Iterable[dist.ProcessGroup]) -> None:
@@ -162,11 +144,13 @@ def require_launch_order(groups: Iterable[dist.ProcessGroup]) -> None:
         )
 
 
-def _of_allocator() -> Iterator[CaptureError]:
-    try:
-        backend = torch.cuda.get_allocator_backend()
-    except AttributeError:  # torch was built without CUDA
+def harmful_settings(device: torch.device) -> Iterator[CaptureError]:
+    """Yields the settings of CUDA's caching allocator with which a capture would leave the process
+    in a broken state.
+    """
+    if device.type != "cuda":
         return
+    backend = torch.cuda.get_allocator_backend()
     if backend != "native":
         yield _setting(
             f"torch does not test graphs with the {backend} allocator",

@@ -28,10 +28,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardgrad.engine.param import fsdp_param_of
-from shardgrad.engine.streams import Stream, is_capturing
+from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import CaptureError
 from shardgrad.graphs.closed_over import Place, address_of, closed_over
 from shardgrad.graphs.outputs import host_value, is_of_host, is_slice, plain_tensors, storage_of
+from shardgrad.graphs.pool import GraphPool
 
 __all__ = ["Reads"]
 
@@ -48,7 +49,7 @@ class Reads(TorchDispatchMode):
         function: the step's function.
         modules: the modules that were passed to `graphed_step`.
         objects: the objects among the step's arguments that are neither tensors nor numbers.
-        stream: the stream on which the block runs.
+        pool: the pool of the graph that the block is captured in.
         state: tensors of capturables and inputs, whose replacement the guards and the input key
             detect.
         generators: the generators that were passed to `graphed_step`.
@@ -70,13 +71,13 @@ class Reads(TorchDispatchMode):
         self,
         function: Callable[..., Any],
         modules: Sequence[nn.Module],
-        objects: Iterable[Any] = (),
-        stream: Stream = None,
-        state: Iterable[torch.Tensor] = (),
-        generators: Sequence[torch.Generator] = (),
+        objects: Iterable[Any],
+        pool: GraphPool,
+        state: Iterable[torch.Tensor],
+        generators: Sequence[torch.Generator],
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._stream = stream
+        self._pool = pool
         self.places: dict[Place, Hashable] = {}
         self.numbers: dict[str, Any] = {}
         self.groups: set[dist.ProcessGroup] = set()
@@ -120,7 +121,7 @@ class Reads(TorchDispatchMode):
         leaves = tree_leaves((args, kwargs))
         tensors = list(plain_tensors(leaves))
         written = set(map(id, _written(func, args, kwargs)))
-        is_captured = self._stream is None or is_capturing(self._stream.device)
+        is_captured = is_capturing(self._pool.device)
         if "c10d" in func.namespace:
             self.groups.update(_groups(leaves))
         if is_captured:
@@ -147,13 +148,13 @@ class Reads(TorchDispatchMode):
         identity = storage_of(tensor)
         by_value = is_of_host(tensor) and (runs_on_host or tensor.ndim == 0)
         found = self._candidates[identity]
-        if self._stream is not None and by_value and not found:
+        if by_value and not found:
             found.append((Place("a host tensor", tensor), address_of(tensor)))
         for place, address in found:
             self.places.setdefault(place, (address, host_value(place.found())))
         name = found[0][0].name if found else ""
         if is_written:
-            if runs_on_host and self._stream is not None:
+            if runs_on_host:
                 raise CaptureError(
                     f"it writes {name} on the host, so a replay would not write it",
                     expected="writes to device memory",
@@ -165,9 +166,10 @@ class Reads(TorchDispatchMode):
             # A write on a stream that is not captured is executed now and not by a replay. The
             # step's own stream is exempt, since between the parts of a split graph torch writes the
             # state of random generators on it.
+            own = self._pool.stream
             is_eager = tensor.device.type not in ("cpu", "meta") and not is_capturing(tensor.device)
-            stream = torch.accelerator.current_stream(tensor.device) if is_eager else self._stream
-            if stream != self._stream:
+            stream = torch.accelerator.current_stream(tensor.device) if is_eager else own
+            if stream != own:
                 raise CaptureError(
                     "it writes on a stream that is not captured, so a replay would not write",
                     expected="a stream that waits for the step's stream, and that the step waits "
@@ -201,7 +203,11 @@ class Reads(TorchDispatchMode):
             param, name = leaf, "a tensor that requires a gradient"
             is_trained = isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf
             is_used = is_trained and torch.is_grad_enabled() and func is not _DETACH
-            is_used = is_used and not all(map(self._is_known, plain_tensors([leaf])))
+            # A tensor that the block made, or of the state or the inputs, is none of the program's.
+            is_used = is_used and any(
+                storage_of(each) not in self._made and storage_of(each) not in self._state
+                for each in plain_tensors([leaf])
+            )
         else:
             param, name, is_used = managed.sharded, managed.name, True
         if is_used and id(param) not in self._given:
@@ -213,10 +219,6 @@ class Reads(TorchDispatchMode):
                 fix="graphed_step(..., module); and make an nn.Parameter of a module of a tensor "
                 "that is trained by itself",
             )
-
-    def _is_known(self, tensor: torch.Tensor) -> bool:
-        """Returns whether the block made a tensor, or it is of the state or the inputs."""
-        return storage_of(tensor) in self._made or storage_of(tensor) in self._state
 
     def refuse_kept(self, buffers: Iterable[torch.Tensor]) -> None:
         """Refuses a step that stores an argument and reads it in the next call: `buffers`, the
@@ -248,12 +250,9 @@ class Reads(TorchDispatchMode):
         """Returns whether an operation of the block wrote the tensor's storage."""
         return storage_of(tensor) in self._written
 
-    def close(self, segments: Iterable[tuple[int, int]]) -> Sequence[Callable[[], object]]:
-        """Forgets what the block made, and the memory that turned out to be the graph's.
-
-        Args:
-            segments: the address ranges of the graph's own memory. Inductor allocates it without a
-                dispatched operation, so it looked like memory of the program.
+    def close(self) -> Sequence[Callable[[], object]]:
+        """Forgets what the block made, and the memory that turned out to be the graph's: Inductor
+        allocates it without a dispatched operation, so it looked like memory of the program.
 
         Returns:
             Functions to call after each replay. They assign the tensors that the block made and
@@ -268,7 +267,7 @@ class Reads(TorchDispatchMode):
             and all(storage_of(each) in self._made for each in plain_tensors([value]))
         ]
         self._made.clear()
-        own = list(segments)
+        own = list(self._pool.segments())
         self._on_device = {
             memory: (what, address)
             for memory, (what, address) in self._on_device.items()

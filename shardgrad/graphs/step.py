@@ -15,7 +15,6 @@ import reprlib
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import chain
 from operator import call
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
@@ -38,7 +37,7 @@ from shardgrad.graphs.pool import GraphPool
 from shardgrad.graphs.preflight import (
     cause_of,
     environment_issues,
-    refuse_harmful_settings,
+    harmful_settings,
     require_launch_order,
 )
 from shardgrad.graphs.program_line import line_that_raised
@@ -131,9 +130,8 @@ def graphed_step(
         )
     for each in capturables:
         capturable(each)  # raises for an unknown class now, and not when a function is decorated
-    raises = on_uncapturable == "raise"
     return lambda function: GraphedStep(
-        function, capturables, warmup, pool, max_graphs, raises=raises
+        function, capturables, warmup, pool, max_graphs, raises=on_uncapturable == "raise"
     )
 
 
@@ -328,7 +326,8 @@ class GraphedStep(Generic[_P, _R]):
             call does, and `_refused` if all later calls with the same input key do, too.
         """
         try:
-            refuse_harmful_settings()
+            for issue in harmful_settings(self.pool.device):
+                raise issue
             self._refuse_reads_of_one_call()
             captured = self._capture(inputs, redraws)
         except CollectiveError:
@@ -395,18 +394,18 @@ class GraphedStep(Generic[_P, _R]):
             self._function,
             self._modules,
             buffers.objects,
-            self.pool.stream,
+            self.pool,
             chain(self._state(), buffers.buffers),
             self._generators,
         )
-        with _stale_streams_overridden(), captured.captured(), reads:
+        with captured.captured(), reads:
             outputs = detached(self._function(*args, **kwargs))
             reads.refuse_kept(buffers.buffers)
             if self.pool.device.type == "cuda":
                 require_launch_order(reads.groups)
             # The state after the function ran: gradients may have been allocated in the capture.
             captured.outputs = apart_from(chain(self._state(), buffers.buffers), outputs)
-        captured.parts += reads.close(self.pool.segments())
+        captured.parts += reads.close()
         buffers.note_writes(reads)
         has_graphs(self)
         return captured
@@ -434,7 +433,7 @@ class GraphedStep(Generic[_P, _R]):
         """
         cause, line = cause_of(error), line_that_raised(error, self._modules)
         where = "; ".join(filter(None, (cause.where, line)))
-        issues = [] if cause is error else environment_issues(self.pool.device)
+        issues = () if cause is error else environment_issues(self.pool.device)
         added = "".join(f"\n{each}" for each in issues)
         what = f"could not be captured: {cause.what}"
         self._refused[self._before[0]] = what
@@ -481,9 +480,8 @@ class GraphedStep(Generic[_P, _R]):
 
         Streams: the host waits for the device, since a graph must not be destroyed while it runs.
         """
-        for captured in self._graphs:
-            captured.reset()
-        self._graphs.clear()
+        while self._graphs:
+            self._graphs.pop().reset()
         self._refused.clear()
         self._seen.clear()
         self.eager_steps = self.captures = self.replays = 0
@@ -536,18 +534,3 @@ def _modes(device: torch.device) -> Hashable:
     kind = device.type
     autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
     return autocast, *map(call, _MODES)
-
-
-@contextmanager
-def _stale_streams_overridden() -> Iterator[None]:
-    """Makes autograd nodes of earlier calls run on the capturing stream. The streams that they were
-    created on are not part of the capture. The setting is process-wide.
-    """
-    override: Callable[[bool], None] = getattr(  # since torch 2.13
-        torch.autograd.graph, "set_override_stale_capture_stream", lambda _: None
-    )
-    override(True)
-    try:
-        yield
-    finally:
-        override(False)

@@ -68,7 +68,7 @@ VARIABLES = st.one_of(
 def feed_environment(variables: dict[str, str]) -> str:
     """What decides whether a graph can be captured."""
     with mock.patch.dict(os.environ, variables):
-        preflight.environment_issues(torch.device("cuda"))
+        list(preflight.environment_issues(torch.device("cuda")))
     return "taken"
 
 

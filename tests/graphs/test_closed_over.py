@@ -17,7 +17,6 @@ from torch import nn
 
 from shardgrad.graphs.closed_over import Place, closed_over
 from shardgrad.graphs.program_line import line_that_raised
-from shardgrad.graphs.reads import Reads
 
 targets = torch.zeros(2)  # of the steps below, as a global variable
 
@@ -186,10 +185,10 @@ def in_the_second_of_two_variables() -> Case:
     return "held.latest", lambda: held.latest * 2, held, "latest"
 
 
-def read(step: Callable[[], Any]) -> Reads:
-    with Reads(step, []) as reads:
-        step()
-    return reads
+def places_of(step: Callable[[], Any], *objects: Any) -> dict[Place, Any]:
+    """Returns the places of tensors that a step closes over, with what is there."""
+    found = closed_over(step, objects, frozenset())
+    return {place: place.key() for place, value in found if isinstance(value, torch.Tensor)}
 
 
 @pytest.mark.parametrize(
@@ -218,45 +217,40 @@ def test_a_tensor_that_is_replaced_between_steps_is_named_where_the_step_finds_i
     case: Callable[[], Case],
 ) -> None:
     name, step, owner, key = case()
-    (place, before) = one_of(read(step), name)
-    assert place.key() == before
+    step()
+    place, before = one_of(step, name)
     if isinstance(owner, dict | list):
         owner[key] = copy.deepcopy(owner[key])
     else:
         setattr(owner, key, copy.deepcopy(getattr(owner, key)))
-    (_, after) = one_of(read(step), name)
+    _, after = one_of(step, name)
     # The place of the first step shows what is there now.
     assert place.key() == after != before
 
 
-def one_of(reads: Reads, name: str) -> tuple[Place, Any]:
-    """Returns the place with this name, of the places of one tensor, and its key."""
-    assert len({key for _, key in reads.places.items()}) == 1
-    return next((place, key) for place, key in reads.places.items() if place.name == name)
+def one_of(step: Callable[[], Any], name: str) -> tuple[Place, Any]:
+    """Returns the place with this name, and its key."""
+    return next((place, key) for place, key in places_of(step).items() if place.name == name)
 
 
 @pytest.mark.parametrize("kind", [list, deque])
 def test_a_tensor_that_is_appended_is_in_the_place_of_the_last(kind: Any) -> None:
     held = kind([torch.ones(2), torch.ones(2)])
-    ((place, before),) = read(lambda: held[-1] * 2).places.items()
-    assert (place.name, place.key()) == ("held[1]", before)
+    place, before = one_of(lambda: held[-1] * 2, "held[1]")
     held.append(torch.ones(2))
     assert place.key() != before
 
 
 def test_a_tensor_of_an_object_among_the_arguments_is_found() -> None:
     held = Slots(torch.ones(2))
-    with Reads(without_gradients, [], [held]) as reads:
-        held.mask * 2
-    ((place, before),) = reads.places.items()
+    ((place, before),) = places_of(lambda: None, held).items()
     held.mask = torch.ones(2)
     assert (place.name, place.key() == before) == ("Slots.mask", False)
 
 
 def test_what_a_tensor_of_the_host_holds_is_read_as_where_it_lies() -> None:
     factor = torch.tensor(0.5)
-    ((place, before),) = read(lambda: torch.ones(2) * factor).places.items()
-    assert place.key() == before
+    ((place, before),) = places_of(lambda: torch.ones(2) * factor).items()
     factor.fill_(2)
     assert place.key() != before
     factor.fill_(0.5)
@@ -269,47 +263,14 @@ def test_variables_of_one_name_are_several_places() -> None:
         return lambda x: x * factor
 
     up, down = scale(torch.ones(2)), scale(torch.ones(2))
-    places = read(lambda: down(up(torch.ones(2)))).places
+    places = places_of(lambda: down(up(torch.ones(2))))
     assert [place.name for place in places] == ["factor", "factor"]
     assert len(set(places.values())) == 2
 
 
-def test_a_tensor_that_is_read_or_written_is_found_and_one_made_by_the_step_is_not() -> None:
-    stays, running, made = torch.ones(2), torch.zeros(2), torch.ones(2)
-
-    def step() -> None:
-        nonlocal made
-        made = torch.arange(2.0)
-        running.lerp_(stays * made, 0.1)
-
-    reads = read(step)
-    assert {place.name for place in reads.places} == {"stays", "running"}
-    ((name, written),) = reads.written()
-    assert (name, written.data_ptr()) == ("running", running.data_ptr())
-
-
-def test_memory_that_is_gone_is_not_among_what_was_written() -> None:
-    held = [torch.ones(2)]
-    reads = read(lambda: held[0].mul_(2))
-    held.clear()
-    assert list(reads.written()) == []
-
-
-def test_what_a_step_keeps_for_the_next_one_is_elsewhere_then() -> None:
-    hidden = torch.zeros(2)
-
-    def step() -> None:
-        nonlocal hidden
-        hidden = torch.tanh(hidden + 1)
-
-    ((place, before),) = read(step).places.items()
-    assert place.name == "hidden"
-    assert place.key() != before
-
-
 def test_a_place_to_which_no_way_leads_any_more_has_no_key() -> None:
     held: dict[str, Any] = {"a": {"b": torch.ones(2)}}
-    (place,) = read(lambda: held["a"]["b"] * 2).places
+    (place,) = places_of(lambda: held["a"]["b"] * 2)
     assert place.key() != ((), b"")
     for gone in ({"b": 3}, {}, None):
         held["a"] = gone
@@ -318,22 +279,21 @@ def test_a_place_to_which_no_way_leads_any_more_has_no_key() -> None:
 
 def test_given_parameters_are_no_places() -> None:
     model = nn.Linear(2, 2)
-    with Reads(lambda: model, [model]) as reads:
-        model.weight * model.bias
-    assert not reads.places
+    given = frozenset(map(id, model.parameters()))
+    assert given.isdisjoint(id(value) for _, value in closed_over(lambda: model, [], given))
 
 
 def test_numbers_that_a_step_closes_over_have_names() -> None:
     rate, held = 0.5, {"on": True}
-    numbers = read(lambda: torch.ones(1) * rate if held["on"] else None).numbers
-    assert (numbers["rate"], numbers["held['on']"]) == (0.5, True)
+    found = closed_over(lambda: rate if held["on"] else None, [], frozenset())
+    assert {place.name: value for place, value in found} == {"rate": 0.5, "held['on']": True}
 
 
 def test_large_and_circular_objects_are_looked_through_in_part() -> None:
     numbers: list[Any] = [torch.ones(1) for _ in range(5_000)]
     numbers[0] = numbers
     near = torch.ones(2)
-    found: dict[Place, Any] = dict(closed_over(lambda: (numbers, near), []))
+    found: dict[Place, Any] = dict(closed_over(lambda: (numbers, near), [], frozenset()))
     assert any(tensor is near for tensor in found.values())
     assert 500 < len(found) < 1_500
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from shardgrad.graphs.capturable import host_snapshot
+from shardgrad.graphs.pool import GraphPool
 from shardgrad.graphs.reads import Reads
 
 CPU = torch.device("cpu")
@@ -29,6 +30,6 @@ def test_a_compiled_region_runs_compiled_in_a_capture() -> None:
         return graph.forward
 
     double = torch.compile(lambda x: x.sin() * 2, backend=backend)
-    with Reads(lambda: None, []):
+    with Reads(lambda: None, [], [], GraphPool(CPU), [], []):
         assert torch.equal(double(torch.ones(4)), torch.ones(4).sin() * 2)
         assert compiled == [1]

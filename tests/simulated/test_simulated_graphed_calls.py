@@ -25,6 +25,7 @@ from shardgrad.errors import (
     CaptureError,
     CollectiveError,
 )
+from shardgrad.graphs.reads import Reads
 from tests.simulated.accelerator.device import NAME, checked
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks, on_virtual_ranks
 from tests.simulated.programs.graphed import (
@@ -105,6 +106,29 @@ def test_outputs_are_overwritten() -> None:
     second = step(torch.full((2,), 5.0, device=NAME))
     assert first.tolist() == second.tolist() == [10.0, 10.0]
     step.close()
+
+
+@on_virtual_ranks(1)
+def test_a_capture_finds_what_it_reads_and_writes_and_not_what_it_makes() -> None:
+    stays, running, made = (torch.ones(2, device=NAME) for _ in range(3))
+    held = [torch.ones(2, device=NAME)]
+
+    def step() -> None:
+        nonlocal made
+        made = torch.arange(2.0, device=NAME)
+        running.lerp_(stays * made, 0.1)
+        held[0].mul_(2)
+
+    pool = shardgrad.GraphPool()
+    pool.follow()
+    reads = Reads(step, [], [], pool, [], [])
+    with pool.turn(), pool.capture([]) as graph, reads:
+        step()
+    assert {place.name for place in reads.places} == {"stays", "running", "held[0]"}
+    held.clear()  # memory that is gone was not written
+    ((name, written),) = reads.written()
+    assert (name, written.data_ptr()) == ("running", running.data_ptr())
+    pool.destroy(graph)
 
 
 # -- what cannot be captured

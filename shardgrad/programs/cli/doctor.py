@@ -50,7 +50,7 @@ def doctor(ctx: click.Context, /, audit: str | None, ranks: int | None) -> None:
 
     for name, value in _facts(device):
         click.echo(f"{click.style(f'{name:13}', bold=True)}  {value}")
-    issues = environment_issues(device)
+    issues = list(environment_issues(device))
     for issue in issues:
         click.echo(f"\n{click.style('issue', fg='red')}: {issue}")
     count = f"{len(issues) or 'No'} issue{'' if len(issues) == 1 else 's'}"
