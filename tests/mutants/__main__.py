@@ -61,23 +61,24 @@ def status_of(copy: Path, tests: list[str]) -> int | None:
     return status
 
 
-def build_ops(copy: Path) -> None:
-    """Compiles the copy's C++."""
+def build_ops(copy: Path) -> bool:
+    """Compiles the copy's C++, and says whether that works."""
     command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace", "--force"]
-    subprocess.run(command, cwd=copy, check=True, capture_output=True)
+    return subprocess.run(command, cwd=copy, check=False, capture_output=True).returncode == 0
 
 
 def result_of(mutant: Mutant, copy: Path) -> str:
     """Says whether the tests notice a mutant; the copy is as before afterwards."""
     original, is_compiled = ROOT / mutant.path, mutant.path.startswith("csrc/")
     (copy / mutant.path).write_text(mutant.text, encoding="utf-8")
-    if is_compiled:
-        build_ops(copy)
-    status = status_of(copy, mutant.tests)
+    if is_compiled and not build_ops(copy):
+        result = "does not compile"
+    else:
+        result = RESULTS.get(status_of(copy, mutant.tests), f"{mutant.tests} did not run")
     shutil.copy2(original, copy / mutant.path)
     if is_compiled:
         shutil.copy2(ROOT / "shardgrad" / "_C.so", copy / "shardgrad")
-    return RESULTS.get(status, f"{mutant.tests} did not run")
+    return result
 
 
 def main() -> int:

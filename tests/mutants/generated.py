@@ -1,4 +1,5 @@
-"""Random mistakes in consequential files: operators that cosmic-ray replaces, calls left out.
+"""Random mistakes in consequential files: in Python, operators that cosmic-ray replaces and calls
+left out; in C++, patterns.
 
 Each is tried against the tests of its folder, the quickest first.
 """
@@ -16,14 +17,34 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TESTS = {
-    "engine": (
+    "shardgrad/engine": (
         "tests/engine/test_gradients_kept.py tests/test_module.py tests/engine tests/checks"
         " tests/features tests/fuzz/test_programs.py tests/optim/test_clips_and_zeroes.py"
     ),
-    "sharding": "tests/sharding tests/engine/test_training_parity.py tests/features",
-    "optim": "tests/optim tests/fuzz/test_programs.py",
-    "graphs": "tests/graphs tests/simulated/test_simulated_graphed_calls.py"
+    "shardgrad/sharding": "tests/sharding tests/engine/test_training_parity.py tests/features",
+    "shardgrad/optim": "tests/optim tests/fuzz/test_programs.py",
+    "shardgrad/graphs": "tests/graphs tests/simulated/test_simulated_graphed_calls.py"
     " tests/simulated/test_simulated_graphed_step.py",
+    "csrc/cpu": "tests/ops tests/optim tests/fuzz/test_programs.py",
+}
+_IN_CPP = {
+    " < ": " <= ",
+    " <= ": " < ",
+    " + ": " - ",
+    " - ": " + ",
+    " * ": " + ",
+    " / ": " * ",
+    " += ": " = ",
+    " == ": " != ",
+    " != ": " == ",
+    " && ": " || ",
+    " || ": " && ",
+    " ? ": " ? !",
+    "max(": "min(",
+    "min(": "max(",
+    "true": "false",
+    "false": "true",
+    "return ": "return -",
 }
 # Annotations are full of them, and nothing runs there.
 _LEFT_ALONE = "ReplaceBinaryOperator_BitOr"
@@ -45,8 +66,9 @@ def drawn(count: int, seed: int) -> Iterator[Mutant]:
     for folder, tests in TESTS.items():
         found = [
             (file, *each)
-            for file in sorted((ROOT / "shardgrad" / folder).rglob("*.py"))
-            for each in _mutants(file)
+            for file in sorted((ROOT / folder).rglob("*.*"))
+            if file.suffix in (".py", ".h", ".cpp")
+            for each in (_mutants(file) if file.suffix == ".py" else _mutants_of_cpp(file))
         ]
         chance.shuffle(found)
         by_line = {(file, line): make for file, line, make in found}
@@ -80,3 +102,13 @@ def _mutants(file: Path) -> Iterator[tuple[int, Callable[[], str]]]:
             indent = lines[node.lineno - 1][: node.col_offset]
             left = [*lines[: node.lineno - 1], f"{indent}pass\n", *lines[node.end_lineno :]]
             yield node.lineno, partial("".join, left)
+
+
+def _mutants_of_cpp(file: Path) -> Iterator[tuple[int, Callable[[], str]]]:
+    """Yields lines and what makes a mutant there: a pattern, replaced."""
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    for index, line in enumerate(lines):
+        for before, after in _IN_CPP.items():
+            if before in line and not line.strip().startswith(("//", "#")):
+                changed = line.replace(before, after, 1)
+                yield index + 1, partial("".join, [*lines[:index], changed, *lines[index + 1 :]])
