@@ -154,6 +154,21 @@ def train_set(setting: Callable[[Tower], None]) -> Tensors:
     return train(SHARDGRAD, model, micro_batches=2)
 
 
+def train_in_turn(setting: Callable[[Tower], None]) -> list[float]:
+    """Trains one layer, then another, with one optimizer."""
+    model, losses = SHARDGRAD.shard_tower(tower()), []
+    setting(model)
+    layers = [list(layer.parameters()) for layer in model.layers]
+    optimizer = torch.optim.SGD(layers[0], lr=0.1, foreach=True)  # uncounted writes
+    for number in range(4):
+        optimizer.param_groups[0]["params"] = layers[number // 2]
+        loss = token_loss(model, SHARDGRAD.tokens(0))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 @pytest.mark.parametrize("setting", [keep_whole_between, never_reshard])
 @on_ranks(2)
 def test_parameters_kept_whole_across_an_optimizer_step_are_gathered_again(
@@ -163,6 +178,7 @@ def test_parameters_kept_whole_across_an_optimizer_step_are_gathered_again(
     setting.
     """
     assert_same_bits(train_set(setting), train_set(lambda model: None))
+    assert train_in_turn(setting) == train_in_turn(lambda model: None)
 
 
 @pytest.mark.parametrize(("reshard_after_forward", "whole"), [(True, False), (False, True)])

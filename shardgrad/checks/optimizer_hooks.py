@@ -52,7 +52,7 @@ class _Watched:
     """Cached information about one optimizer.
 
     Attributes:
-        count: how many parameters it had when the rest was true; 0 if that is to be looked up.
+        ids: of the parameters it had when the rest was true; empty if that is to be looked up.
         groups: the param groups of its parameters.
         state_id: the id of the state that is known to be this rank's own.
         concerns_unit: it has parameters that belong to a unit, or did.
@@ -61,7 +61,7 @@ class _Watched:
         has_warned: True once it warned of parameters that no unit owns.
     """
 
-    count: int = 0
+    ids: list[int] = field(default_factory=list)
     groups: list[weakref.ref[ParamGroup]] = field(default_factory=list)
     state_id: int = 0
     concerns_unit: bool = False
@@ -79,7 +79,7 @@ def watch_optimizers_of(model: nn.Module) -> None:
     _register()
     _models.add(model)
     for watched in _watched.values():
-        watched.count = 0
+        watched.ids = []
 
 
 @cache  # once per process
@@ -127,13 +127,13 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _look_up(optimizer: Optimizer) -> _Watched:
     watched = _watched.setdefault(optimizer, _Watched())
-    count = sum(len(group["params"]) for group in optimizer.param_groups)
-    if watched.count == count:
+    ids = [id(param) for group in optimizer.param_groups for param in group["params"]]
+    if watched.ids == ids:
         return watched
     params = list(params_of(optimizer))
     groups = dict.fromkeys(map(group_of, filter(None, map(managed_by, params))))
     if not watched.has_warned and any(group.mesh.data_parallel_size > 1 for group in groups):
         watched.has_warned = warn_of_unowned(optimizer, _models)
-    watched.count, watched.groups = count, list(map(weakref.ref, groups))
+    watched.ids, watched.groups = ids, list(map(weakref.ref, groups))
     watched.concerns_unit, watched.state_id = any(map(concerns_unit, params)), 0
     return watched

@@ -286,9 +286,17 @@ class GradShard:
                 self._part_with(kept, reader)
 
     def _part_with(self, places: Sequence[int], reader: Stream) -> None:
-        """Moves these places to memory that the program holds nothing of."""
+        """Moves these places to memory that the program holds nothing of, or, in a capture, what
+        the program holds of them to other memory.
+        """
         if self.are_absent():
             self.free(reader)
+        elif self.is_captured:  # the graph knows the address
+            for place in places:
+                self._locals[place].set_(self.views[place].clone())  # type: ignore[call-overload]
+            self._renew(places)
+            self._placed = None
+            self.place_in(self.flat)
         else:
             self._record(reader)
             self.stream = self.current_stream()
@@ -541,21 +549,20 @@ class GradShard:
         self.allocate()
         self.nonfinite = None
         self.judged.clear()
-        if not self.is_captured:
-            # The program may have swapped gradients, in this model or between two, so memory that
-            # is about to be overwritten may be another parameter's new gradient.
-            places = {place for place, _ in foreign}.intersection(self.held())
-            if places and self._is_persistent:
-                raise ForeignParameterError(
-                    "a gradient was replaced while the program references the old one, whose "
-                    "memory is reused under GradientPolicy(persistent=True)",
-                    expected="gradients that are changed in place",
-                    got=f"new gradients for {len(places)} parameters",
-                    where=self._name(min(places)),
-                    fix="param.grad.copy_(new), or persistent=False",
-                )
-            if places:
-                self._part_with(sorted(places), self.current_stream())
+        # The program may have swapped gradients, in this model or between two, so memory that is
+        # about to be overwritten may be another parameter's new gradient.
+        places = {place for place, _ in foreign}.intersection(self.held())
+        if places and self._is_persistent:
+            raise ForeignParameterError(
+                "a gradient was replaced while the program references the old one, whose memory is "
+                "reused under GradientPolicy(persistent=True)",
+                expected="gradients that are changed in place",
+                got=f"new gradients for {len(places)} parameters",
+                where=self._name(min(places)),
+                fix="param.grad.copy_(new), or persistent=False",
+            )
+        if places:
+            self._part_with(sorted(places), self.current_stream())
         for place, grad in foreign:
             with torch.no_grad():
                 local = grad.to_local()

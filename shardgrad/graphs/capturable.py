@@ -186,7 +186,8 @@ class OptimizerState(Capturable):
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._rates: dict[int, torch.Tensor] = {}  # learning rates, by the group's index
+        # Learning rates, by the group's first parameter: loading replaces the groups themselves.
+        self._rates: dict[int, torch.Tensor] = {}
         # The values of the optimizer's state at the last call of `guards`, and their plain tensors,
         # cached since guards are computed at every call.
         self._values: list[Any] = []
@@ -196,14 +197,13 @@ class OptimizerState(Capturable):
         """See `Capturable`."""
         if not isinstance(self._optimizer, torch.optim.Adam):  # or AdamW
             return
-        for number, group in enumerate(self._optimizer.param_groups):
-            if not group.get("capturable") or not group["params"]:
-                continue
-            rate, device = group["lr"], group["params"][0].device
-            # A number from the program or a checkpoint, or a tensor on another device.
-            if not isinstance(rate, torch.Tensor) or rate.device != device:
-                tensor = self._rates.setdefault(number, torch.empty((), device=device))
-                group["lr"] = tensor.fill_(rate)
+        for group in self._optimizer.param_groups:
+            if group.get("capturable") and group["params"]:
+                rate, first = group["lr"], group["params"][0]
+                # A number from the program or a checkpoint, or a tensor on another device.
+                if not isinstance(rate, torch.Tensor) or rate.device != first.device:
+                    new = torch.empty((), device=first.device)
+                    group["lr"] = self._rates.setdefault(id(first), new).fill_(rate)
 
     def guards(self) -> Hashable:
         """See `Capturable`."""
@@ -231,8 +231,8 @@ class OptimizerState(Capturable):
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
                     yield f"{key} of parameter {number} of {name}", value
-        for number, rate in self._rates.items():
-            yield f"learning rate of group {number} of {name}", rate
+        for number, rate in enumerate(self._rates.values()):
+            yield f"learning rate {number} of {name}", rate
 
 
 def _constant(value: Any) -> Hashable:

@@ -188,15 +188,11 @@ def _digest(tensor: torch.Tensor) -> Hashable:
     """
     whole = tensor.detach().contiguous().view(-1).view(torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=whole.device)
-    factors = _odd_numbers(min(len(whole), _PIECE_NBYTES) // 8 + 1, whole.device)
+    # Pseudo-random odd numbers. Integer multiplication wraps around.
+    factors = torch.arange(min(len(whole), _PIECE_NBYTES) // 8 + 1, device=whole.device).mul_(_ODD)
+    factors ^= factors >> 29
+    factors.mul_(_ODD).bitwise_or_(1)
     for piece in whole.split(_PIECE_NBYTES):
         words = F.pad(piece, (0, -len(piece) % 8)).view(torch.int64)  # a copy, changed in place
         total = total * _ODD + words.mul_(factors[: len(words)]).sum()
     return tensor.shape, tensor.dtype, int(total)
-
-
-def _odd_numbers(count: int, device: torch.device) -> torch.Tensor:
-    """Returns pseudo-random odd 64-bit numbers. Integer multiplication wraps around."""
-    numbers = torch.arange(count, device=device).mul_(_ODD)
-    numbers ^= numbers >> 29
-    return numbers.mul_(_ODD).bitwise_or_(1)

@@ -86,8 +86,12 @@ def _key(index: int, value: Any) -> Hashable:
             got=(name := type(value).__name__),
             fix=f"torch.utils._pytree.register_dataclass({name}), or register_pytree_node",
         )
-    # With the type: 1, 1.0 and True compare equal but are different programs.
-    return f"input {index}", type(value).__name__, value
+    # With the type: 1, 1.0 and True compare equal but are different programs, as are 0.0 and -0.0.
+    return (
+        f"input {index}",
+        type(value).__name__,
+        repr(value) if isinstance(value, float) else value,
+    )
 
 
 def _require_plain(tensor: torch.Tensor, index: int) -> None:

@@ -363,8 +363,9 @@ class GraphedStep(Generic[_P, _R]):
                 return self._replay(again, inputs)
             self.replays += 1
             again.buffers.load(inputs)
+            written = chain(first.reads.written(), again.reads.written())
             outputs, frozen = comparison.frozen(
-                first.replay, again.replay, first.reads.written(), again.reads.groups
+                first.replay, again.replay, written, again.reads.groups
             )
             if frozen:
                 self._graphs.remove(again)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
-from shardgrad.graphs.capturable import host_snapshot
+from shardgrad.graphs.capturable import capturable, host_snapshot
+from shardgrad.graphs.inputs import flatten_inputs
 from shardgrad.graphs.pool import GraphPool
 from shardgrad.graphs.reads import Reads
 
@@ -20,6 +22,25 @@ def test_the_same_numbers_are_drawn_again_from_every_generator_that_was_named() 
     restore()
     again = [torch.rand(3, generator=generator) for generator in (None, ours, another)]
     assert [torch.equal(a, b) for a, b in zip(first, again, strict=True)] == [True, True, False]
+
+
+def test_a_group_keeps_its_learning_rate_when_another_goes() -> None:
+    first, second, third = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    groups = [{"params": [first], "lr": 0.5}, {"params": [second], "lr": 0.25}]
+    optimizer = torch.optim.AdamW(groups, capturable=True)
+    state = capturable(optimizer)
+    state.begin_call()
+    del optimizer.param_groups[0]
+    optimizer.add_param_group({"params": [third], "lr": 0.125})
+    state.begin_call()
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [0.25, 0.125]
+
+
+def test_zeros_of_either_sign_are_two_inputs_and_nan_is_one() -> None:
+    numbers = 0.0, -0.0, float("nan"), float("nan")
+    zero, other, nan, same = (flatten_inputs((number,), {}).key for number in numbers)
+    assert zero != other
+    assert nan == same
 
 
 def test_a_compiled_region_runs_compiled_in_a_capture() -> None:

@@ -26,6 +26,7 @@ from shardgrad.errors import (
     CollectiveError,
 )
 from shardgrad.graphs.reads import Reads
+from shardgrad.graphs.step import UncapturableStepWarning
 from tests.simulated.accelerator.device import NAME, checked
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks, on_virtual_ranks
 from tests.simulated.programs.graphed import (
@@ -399,6 +400,27 @@ def test_a_number_that_a_replay_would_not_change_is_named() -> None:
     ):
         step(batch(4))
     require_same(before, values_of([model]))
+    step.close()
+
+
+@on_virtual_ranks(1)
+def test_memory_that_only_the_second_of_two_captures_writes_is_written_once() -> None:
+    totals, calls = [torch.zeros(3, device=NAME) for _ in range(2)], 0
+
+    @shardgrad.graphed_step(warmup=1, on_uncapturable="eager")
+    def step(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        totals[calls % 2].add_(x)
+        return x * 2
+
+    x = torch.ones(3, device=NAME)
+    step(x)
+    step(x)
+    with pytest.warns(UncapturableStepWarning, match="different values of"):
+        step(x)
+    step(x)
+    assert [total.tolist() for total in totals] == [[2.0] * 3] * 2
     step.close()
 
 
