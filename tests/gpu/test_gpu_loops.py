@@ -638,7 +638,7 @@ REFUSED = {
     ),
     "a schedule in the step": (
         partial(transformers, schedule_inside=True),
-        r"computed different values of learning rate of group 0 of AdamW[\s\S]*"
+        r"computed different values of learning rate 0 of AdamW[\s\S]*"
         r"step schedulers between calls",
     ),
     "Accelerate's context in the step": (
