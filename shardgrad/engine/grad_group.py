@@ -157,6 +157,8 @@ class GradGroup:
         partial: reduce-scattered gradients that wait for the second step.
         pack_stream: the stream that parameters were unsharded for; changed only while no gradient
             is collected.
+        read_on: streams on which this backward has read the parameters, or on which gradients
+            arrived or were packed, without an event.
         tails: the tails used so far, by the stream that read them and by their flags.
     """
 
@@ -177,8 +179,7 @@ class GradGroup:
         self._is_placed = False  # places were assigned to these parameters
         self._second = None if group.spec.second_step is None else group.spec.second_step()
         self.pack_stream: Stream = None
-        # Pack streams on which gradients arrived or were packed; these record no event.
-        self._pack_streams: dict[Stream, None] = {}
+        self.read_on: dict[Stream, None] = {}
         self._foreign: dict[Stream, StreamEvent] = {}
         self._place([])
         _of[id(group)] = self
@@ -244,7 +245,7 @@ class GradGroup:
         self.sums = torch.empty(0, dtype=group.reduce_dtype, device=group.mesh.device)
         self._sums_used: StreamEvent | None = None  # None before the first sum
         self.summed: tuple[bool, ...] = ()
-        self._pack_streams.clear()
+        self.read_on.clear()
         self._drop_collected()
         self._leave_shard()
         self.hook()
@@ -397,7 +398,7 @@ class GradGroup:
             grad = earlier + grad
         self.gradients[index] = grad
         if stream == self.pack_stream:
-            self._pack_streams[stream] = None
+            self.read_on[stream] = None
         else:  # [Note: Producer streams]
             event = self._foreign.get(stream)
             if event is None:
@@ -411,19 +412,20 @@ class GradGroup:
             event.wait(stream)
 
     def order_before(self, stream: Stream, streams: Streams) -> None:
-        """Makes `stream` wait for all gradients that arrived since the last call, packed or not.
+        """Makes `stream`, which frees the parameters, wait for all that has read them.
 
         See [Note: Branches that send nothing back]. Free if all of backward runs on `stream`.
         """
         self.wait_for_producers(stream)
-        # More than one if a unit was unsharded on one stream and recomputed on another.
-        for packed_on in self._pack_streams:
-            streams.order(packed_on, stream)
-        self._pack_streams.clear()
+        # Several if a unit was unsharded on one stream and recomputed on another, or if its calls
+        # ran on several.
+        for reader in self.read_on:
+            streams.order(reader, stream)
+        self.read_on.clear()
 
     def _let_go(self, streams: Streams) -> None:
         """Drops the collected gradients, after making their streams wait for the pack stream."""
-        self._pack_streams[self.pack_stream] = None
+        self.read_on[self.pack_stream] = None
         # The allocator reuses a gradient's memory on the stream that wrote it. That stream must
         # wait for the pack, which read the gradient.
         for stream in self._foreign:
@@ -698,7 +700,7 @@ class GradGroup:
 
     def end_backward(self) -> None:
         """Notes that no backward runs any more; autograd has synchronized its streams."""
-        self._pack_streams.clear()
+        self.read_on.clear()
         self.waits_for_unit = False
         self.state = IDLE
 

@@ -416,12 +416,16 @@ class Unit:
             # Another call's backward may be open on another stream, and a retained `create_graph`
             # graph reads the parameters again.
             keep = context.scheduler.reads_again or context.gather_through is not None
+            streams = context.comm_ctx.streams
+            stream = streams.current()
             if self.reshard_after_backward and not (again or self.open > 0 or keep):
                 # See [Note: Branches that send nothing back] in `grad_group.py`.
-                streams = context.comm_ctx.streams
                 for grads in self.grad_groups:
-                    grads.order_before(streams.current(), streams)
+                    grads.order_before(stream, streams)
                 self.reshard()
+            else:
+                for grads in self.grad_groups:
+                    grads.read_on[stream] = None
             is_over = self.outstanding == 0 and (self.open == 0 or self.has_unwatched)
             if is_over and context.scheduler.backward_running:
                 for grads in self.grad_groups:
