@@ -765,6 +765,7 @@ class ReductionScheduler:
         # the end of one that retains no graph. Nothing is resharded in between.
         self.reads_again = False
         self.keeps_graph = False
+        self.retains_graph = False  # this backward was called with `retain_graph=True`
         # Those whose units ran a forward with grad enabled, in that order, and no backward since.
         self._entered: dict[GradGroup, None] = {}
         self._queue: list[GradGroup] = []  # the last is reduced first
@@ -810,8 +811,9 @@ class ReductionScheduler:
                 grads.refresh_trainable()
         # Hooks run with grad enabled if backward creates a graph. A backward of such a graph may
         # also retain it.
+        self.retains_graph = in_autograd and _keeps_graph()
         self.keeps_graph = in_autograd and (
-            torch.is_grad_enabled() or (self.reads_again and _keeps_graph())
+            torch.is_grad_enabled() or (self.reads_again and self.retains_graph)
         )
         self.reads_again |= self.keeps_graph
         if in_autograd:

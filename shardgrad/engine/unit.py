@@ -413,9 +413,9 @@ class Unit:
         with span("post_backward", self.name):
             # A unit that is called several times in a row needs its parameters again at once.
             again = self.next_backward is self
-            # Another call's backward may be open on another stream, and a retained `create_graph`
-            # graph reads the parameters again.
-            keep = context.scheduler.reads_again or context.gather_through is not None
+            # Another call's backward may be open on another stream, and a retained graph may read
+            # the parameters again.
+            keep = context.is_read_again(self) or context.gather_through is not None
             streams = context.comm_ctx.streams
             stream = streams.current()
             if self.reshard_after_backward and not (again or self.open > 0 or keep):
@@ -791,6 +791,12 @@ class RootContext:
 
     # -- backward
 
+    def is_read_again(self, unit: Unit) -> bool:
+        """Returns whether a retained graph may read a unit's parameters when no hook unshards them:
+        a graph that a backward created, or one past the outputs of a unit.
+        """
+        return self.scheduler.reads_again or (unit.held and self.scheduler.retains_graph)
+
     @outside_graphs
     def end_backward(self, *, wait: bool = True) -> None:
         """Ends a backward: frees unsharded parameters, reduces the remaining groups, waits for
@@ -800,10 +806,10 @@ class RootContext:
         """
         with span("root_post_backward_callback", self.root.name), torch.no_grad():
             is_last = self.scheduler.is_last_backward
-            is_read_again = self.scheduler.reads_again = self.scheduler.keeps_graph
+            self.scheduler.reads_again = self.scheduler.keeps_graph
             # Free parameters before reducing the last groups, which reuse their memory.
             for unit in self.units:
-                unit.finish_backward(is_read_again=is_read_again, is_last=is_last)
+                unit.finish_backward(is_read_again=self.is_read_again(unit), is_last=is_last)
             self.scheduler.drain(wait=wait and is_last)
             self.ran_last = None
             self._wait_until_read()

@@ -69,16 +69,24 @@ class Layers(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("give", GIVE)
 @on_ranks(2)
 @as_unsharded
 def test_backward_finds_the_weights_of_a_unit_whatever_it_returns(
-    engine: Engine, give: str
+    engine: Engine, give: str, trains: bool
 ) -> Tensors:
     torch.manual_seed(0)
     model = Layers(give)
+    model.b.requires_grad_(trains)
     engine.shard(model.a, model.b, model, reshard_after_forward=True)
-    return train_squares(engine, model, 5)
+
+    def loss(number: int) -> Tensor:
+        found = engine.loss(model, number, 5)
+        found.backward(retain_graph=True)  # the first of two
+        return found
+
+    return train(engine, model, loss=loss)
 
 
 class Forgiving(nn.Linear):
