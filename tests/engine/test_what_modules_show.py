@@ -31,6 +31,13 @@ def evaluation_that_fails(model: nn.Module) -> None:
     hook.remove()
 
 
+def evaluation_after_a_layer_of_it(model: nn.Module) -> None:
+    (model(X) * 100).square().mean().backward()
+    with torch.no_grad():
+        model[3](X)  # outside of the forward of the root, which owns it
+        model(X)
+
+
 def backward_that_makes_a_graph(model: nn.Module) -> None:
     (model(X) * 100).square().mean().backward(create_graph=True)
 
@@ -63,6 +70,7 @@ def clipped_step(model: nn.Module, program: Callable[[nn.Module], None]) -> list
     "program",
     [
         evaluation_that_fails,
+        evaluation_after_a_layer_of_it,
         backward_that_makes_a_graph,
         metric_that_makes_a_graph,
         backward_that_keeps_parameters,

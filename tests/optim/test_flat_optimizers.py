@@ -194,17 +194,20 @@ def test_every_unit_and_every_shard_is_rounded_by_coins_of_its_own(four_ranks: R
         GradientPolicy(dtype=torch.float32, decoupled=True),
     ],
 )
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
 @on_ranks(2)
-def test_gradients_are_read_in_their_own_dtype(policy: GradientPolicy) -> None:
-    """fp32 gradients under bf16 parameters are read in fp32, wherever they are bound."""
-    model = stack(40, 40).to(torch.bfloat16)
+def test_gradients_are_read_in_their_own_dtype(
+    policy: GradientPolicy, half: torch.dtype
+) -> None:
+    """fp32 gradients under half-precision parameters are read in fp32, wherever they are bound."""
+    model = stack(40, 40).to(half)
     mixed = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     shardgrad.fully_shard(model, gradient_policy=policy, mp_policy=mixed)
     params = list(model.parameters())
     optim = SGD(params, lr=1.0, master="float32")
-    SHARDGRAD.loss(model, 0, 40, dtype=torch.bfloat16).backward()
+    SHARDGRAD.loss(model, 0, 40, dtype=half).backward()
     grads = [getattr(p, policy.attribute).to_local() for p in params]
-    assert {grad.dtype for grad in grads} == {policy.dtype or torch.bfloat16}
+    assert {grad.dtype for grad in grads} == {policy.dtype or half}
     expected = [p.to_local().float() - g.float() for p, g in zip(params, grads, strict=True)]
     optim.step()
     for param, right in zip(params, expected, strict=True):
