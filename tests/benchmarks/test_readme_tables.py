@@ -49,18 +49,13 @@ def changed(**environment: Any) -> dict[str, Any]:
     return record | {"environment": record["environment"] | environment}
 
 
-def written(folder: Path, records: list[dict[str, Any]]) -> Path:
-    """Writes records; returns their folder."""
-    lines = [json.dumps(record) + "\n" for record in records]
-    (folder / "training_step.jsonl").write_text("".join(lines), encoding="utf-8")
-    return folder
-
-
 def test_the_tables_are_made_of_records_that_count(tmp_path: Path) -> None:
     noisy, dirty, loud = make_record(), changed(git_is_clean=False), changed(load_before=2.0)
     noisy["summary"]["shardgrad"]["wall_s"] = {"median": 1.0, "quartiles": [0.5, 1.0]}
     of_gpu = changed(device_name="a GPU")
-    written(tmp_path, [noisy, make_record(), dirty, loud, of_gpu])
+    records = [noisy, make_record(), dirty, loud, of_gpu]
+    lines = "\n".join(map(json.dumps, records))
+    (tmp_path / "training_step.jsonl").write_text(lines, encoding="utf-8")
     found = list(filter(is_result, records_in(tmp_path)))
     assert found == json.loads(json.dumps([make_record(), of_gpu]))
     text = "\n".join(front(found))

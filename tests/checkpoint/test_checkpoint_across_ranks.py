@@ -183,20 +183,23 @@ def test_what_one_rank_alone_does_not_hold_entirely_is_not_saved(tmp_path: Path)
         assert not list(tmp_path.iterdir())
 
 
-def kept_copies_follow_a_load(folder: str, **options: Any) -> None:
+@pytest.mark.parametrize("stage", [1, 2, 3, "hfsdp"])
+@on_ranks(2)
+def test_the_first_forward_after_a_load_computes_with_what_was_loaded(
+    tmp_path: Path, stage: Any
+) -> None:
     """Some stages keep whole parameters, or a second cut of them, from step to step."""
-    if options.get("zero_stage") == "hfsdp":
-        options["mesh"] = hsdp_mesh(1, 2)
-    model = shardgrad.fully_shard(nn.Sequential(nn.Linear(8, 8)), **options)
+    mesh = hsdp_mesh(1, 2) if stage == "hfsdp" else None
+    model = shardgrad.fully_shard(nn.Sequential(nn.Linear(8, 8)), mesh=mesh, zero_stage=stage)
     optim = torch.optim.SGD(model.parameters(), lr=1.0)
     x = torch.ones(1, 8)
     saved = model(x).detach().clone()
-    checkpoint.save({"model": model.state_dict()}, folder)
+    checkpoint.save({"model": model.state_dict()}, tmp_path / "c")
     model(x).sum().backward()
     optim.step()
     with torch.no_grad():
         assert not torch.equal(model(x), saved)
-    checkpoint.load({"model": model.state_dict()}, folder)
+    checkpoint.load({"model": model.state_dict()}, tmp_path / "c")
     assert torch.equal(model(x), saved)
 
 
@@ -206,13 +209,6 @@ def test_a_part_that_one_rank_alone_has_is_loaded_by_it_alone(tmp_path: Path) ->
     checkpoint.save({name: value}, tmp_path / "saved")
     loaded = checkpoint.load({name: torch.zeros(3)}, tmp_path / "saved")
     assert torch.equal(loaded[name], value)
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3, "hfsdp"])
-def test_the_first_forward_after_a_load_computes_with_what_was_loaded(
-    two_ranks: Ranks, tmp_path: Path, stage: int | str
-) -> None:
-    two_ranks.run(kept_copies_follow_a_load, str(tmp_path / "c"), zero_stage=stage)
 
 
 def a_model_is_exported_whole(folder: str) -> None:

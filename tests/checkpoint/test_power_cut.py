@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -49,7 +48,7 @@ def check_one_name(folder: Path, promises: Promises) -> None:
     required(promises, path if path.exists() else None)
 
 
-def series_of(root: Path, keep: int) -> Series:
+def series_of(root: Path, keep: int = 1) -> Series:
     return Series(root / "run" / "checkpoints", keep=keep)
 
 
@@ -60,22 +59,22 @@ def save(series: Series, step: int, number: int, promises: Promises) -> None:
     promises.least = number
 
 
-def steps(root: Path, promises: Promises, keep: int) -> None:
+def steps(root: Path, promises: Promises) -> None:
     """A run that goes on."""
     for number, step in enumerate((10, 20, 30), start=1):
-        save(series_of(root, keep), step, number, promises)
+        save(series_of(root), step, number, promises)
 
 
-def back(root: Path, promises: Promises, keep: int) -> None:
+def back(root: Path, promises: Promises) -> None:
     """A run that goes back to an older step."""
     for number, step in enumerate((10, 20), start=1):
         save(series_of(root, 3), step, number, promises)
     promises.least = promises.most = 0
     replace_synced(root / "run" / "checkpoints" / "latest", "step_000010\n")
     promises.least = promises.most = 1
-    series_of(root, keep).recover()
+    series_of(root).recover()
     for number, step in ((11, 20), (12, 30)):
-        save(series_of(root, keep), step, number, promises)
+        save(series_of(root), step, number, promises)
 
 
 def check_series(folder: Path, promises: Promises) -> None:
@@ -141,8 +140,8 @@ def check_recorded(folder: Path, promises: Promises) -> None:
 
 SCENARIOS: dict[str, tuple[Scenario, Callable[[Path, Promises], None]]] = {
     "one name": (one_name, check_one_name),
-    "steps": (partial(steps, keep=1), check_series),
-    "back": (partial(back, keep=1), check_series),
+    "steps": (steps, check_series),
+    "back": (back, check_series),
     "exported to safetensors": (exported, check_exported),
     "a run's record": (recorded, check_recorded),
 }

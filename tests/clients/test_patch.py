@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -18,14 +17,6 @@ import shardgrad
 from tests.support.processes import run
 
 THEIRS = [torch_fsdp.fully_shard]  # in a list, where no patch looks
-
-
-@pytest.fixture
-def imported() -> Iterator[ModuleType]:
-    """A module that other code can import things into."""
-    module = sys.modules["a_framework"] = ModuleType("a_framework")
-    yield module
-    del sys.modules["a_framework"]
 
 
 def is_theirs(function: object) -> bool:
@@ -47,21 +38,19 @@ def test_every_place_that_programs_look_in_is_patched_and_put_back() -> None:
     assert all(is_theirs(place.fully_shard) for place in places)
 
 
-def test_a_module_that_was_imported_before_is_patched_under_any_name(imported: ModuleType) -> None:
-    imported.shard = torch_fsdp.fully_shard
-    with shardgrad.patch():
-        assert imported.shard.__wrapped__ is shardgrad.fully_shard
-    assert is_theirs(imported.shard)
-
-
-def test_a_module_that_is_imported_meanwhile_is_put_back_and_one_that_meant_us_is_not(
-    imported: ModuleType,
+def test_other_modules_are_patched_under_any_name_and_put_back_and_what_meant_us_is_not(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    framework = ModuleType("a_framework")
+    monkeypatch.setitem(sys.modules, "a_framework", framework)
+    framework.shard = torch_fsdp.fully_shard
     with shardgrad.patch():
-        imported.fully_shard = torch_fsdp.fully_shard
-        imported.ours = shardgrad.fully_shard
-    assert is_theirs(imported.fully_shard)
-    assert imported.ours is shardgrad.fully_shard
+        assert framework.shard.__wrapped__ is shardgrad.fully_shard
+        framework.imported_meanwhile = torch_fsdp.fully_shard
+        framework.ours = shardgrad.fully_shard
+    assert is_theirs(framework.shard)
+    assert is_theirs(framework.imported_meanwhile)
+    assert framework.ours is shardgrad.fully_shard
 
 
 def test_it_is_put_back_after_an_exception() -> None:
@@ -106,10 +95,10 @@ dist.destroy_process_group()
 def test_a_script_runs_unchanged(tmp_path: Path, named: str) -> None:
     (tmp_path / "program.py").write_text(SCRIPT)
     (tmp_path / "beside.py").write_text("HERE = 'found'")
-    program = ["program.py"] if named == "script" else ["-m", "program"]
+    program = ["-m", "program"] if named == "module" else [tmp_path / "program.py"]
     ran = run(
         [sys.executable, "-m", "shardgrad.patch", *program, "--lr", "3", "-x"],
-        cwd=tmp_path,
+        cwd=tmp_path if named == "module" else None,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         timeout_s=100,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import torch
@@ -10,9 +9,8 @@ import torch.distributed as dist
 
 from shardgrad import checkpoint
 from shardgrad.diagnosis.flight_recorder import Entry, recorder
-from shardgrad.diagnosis.watchdog import Watchdog
 from tests.support.parity import SHARDGRAD, token_loss, tower
-from tests.support.ranks import Ranks, on_ranks
+from tests.support.ranks import Ranks
 
 
 def last_collective_of_training(steps: int) -> Entry | None:
@@ -44,13 +42,3 @@ def test_every_collective_of_a_save_is_in_the_journal_of_all_ranks(
     ours, theirs = two_ranks.run(journal_of_a_save, str(tmp_path / "c"))
     assert ours == theirs
     assert ours == (2, Entry(2, "writing of the checkpoint", (0, 1)))
-
-
-@on_ranks(2)
-def test_a_lookout_leaves_no_thread() -> None:
-    store = dist.distributed_c10d._get_default_store()
-    before = threading.active_count()
-    watchdog = Watchdog(store, dist.get_rank(), 2)
-    watchdog.start()
-    watchdog.close()
-    assert threading.active_count() == before

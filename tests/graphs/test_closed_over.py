@@ -6,7 +6,7 @@ import copy
 import functools
 import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -25,10 +25,10 @@ class Trainer:
     """A program's own object, with the batch in its attributes."""
 
     def __init__(self) -> None:
-        self.batch = {"targets": [torch.ones(2), torch.ones(2)]}
+        self.batch = {"targets": torch.ones(2)}
 
     def step(self) -> torch.Tensor:
-        return self.batch["targets"][1] * 2
+        return self.batch["targets"] * 2
 
     __call__ = step
 
@@ -48,67 +48,11 @@ def reads_a_global() -> torch.Tensor:
     return targets * 2
 
 
-# The name of a place, a step that reads it, and what holds the tensor there, under which key.
-Case = tuple[str, Callable[[], Any], Any, Any]
-
-
-def in_a_global() -> Case:
-    return "targets", reads_a_global, globals(), "targets"
-
-
-def in_a_function_that_is_called() -> Case:
-    return "targets", lambda: reads_a_global() + 1, globals(), "targets"
-
-
-def cell_of(function: Any) -> Any:
-    """Returns the variable that a function closes over."""
-    return function.__closure__[0]
-
-
-def in_a_closure() -> Case:
-    mine = torch.ones(2)
-
-    def step() -> torch.Tensor:
-        return mine * 2
-
-    return "mine", step, cell_of(step), "cell_contents"
-
-
-def in_an_object() -> Case:
-    trainer = Trainer()
-    return "trainer.batch['targets'][1]", lambda: trainer.batch["targets"][1] * 2, trainer, "batch"
-
-
-def in_the_object_of_a_method() -> Case:
-    trainer = Trainer()
-    return "self.batch['targets'][1]", trainer.step, trainer.batch["targets"], 1
-
-
-def in_a_callable_object() -> Case:
-    trainer = Trainer()
-    return "self.batch['targets'][1]", trainer, trainer.batch, "targets"
-
-
-def in_a_module() -> Case:
-    model = nn.Sequential(Masked())
-    return "model.0._mask", lambda: model[0]() + 1, model[0], "_mask"
-
-
-def in_a_partial() -> Case:
-    held = [torch.ones(2)]
-    return "self.args[0][0]", functools.partial(lambda given: given[0] * 2, held), held, 0
-
-
 @dataclass(slots=True)
 class Slots:
     """Its attributes are in no dictionary."""
 
     mask: torch.Tensor
-
-
-def in_a_slot() -> Case:
-    held = Slots(torch.ones(2))
-    return "held.mask", lambda: held.mask * 2, held, "mask"
 
 
 class Settings:
@@ -128,22 +72,9 @@ class Settings:
         return cls.scale * 2
 
 
-def in_a_class() -> Case:
-    return "Settings.scale", lambda: Settings.of_class(), Settings, "scale"
-
-
-def in_a_method_that_a_property_calls() -> Case:
-    settings = Settings()
-    return "targets", lambda: settings.as_property + 1, globals(), "targets"
-
-
 @torch.no_grad()
 def without_gradients() -> torch.Tensor:
     return targets * 2
-
-
-def in_a_function_that_torch_wraps() -> Case:
-    return "targets", lambda: without_gradients(), globals(), "targets"
 
 
 class Scaled(torch.autograd.Function):
@@ -154,35 +85,38 @@ class Scaled(torch.autograd.Function):
         return x * targets
 
 
-def in_a_function_of_autograd() -> Case:
-    return "targets", lambda: Scaled.apply(torch.ones(2)), globals(), "targets"
-
-
-def in_a_hook() -> Case:
-    model, steering = nn.Identity(), torch.ones(2)
-
-    def hook(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
-        return output * steering
-
-    model.register_forward_hook(hook)
-    return "steering", lambda: model(torch.ones(2)), cell_of(hook), "cell_contents"
-
-
-def in_a_module_that_was_not_given() -> Case:
+def steps() -> Iterator[tuple[str, str, Callable[[], Any]]]:
+    """Yields where a step finds a tensor, the name of the place, and the step."""
+    yield "in_a_global", "targets", reads_a_global
+    yield "in_a_function_that_is_called", "targets", lambda: reads_a_global() + 1
+    mine = torch.ones(2)
+    yield "in_a_closure", "mine", lambda: mine * 2
+    trainer = Trainer()
+    yield "in_an_object", "trainer.batch['targets']", lambda: trainer.batch["targets"] * 2
+    yield "in_the_object_of_a_method", "self.batch['targets']", trainer.step
+    yield "in_a_callable_object", "self.batch['targets']", trainer
+    model = nn.Sequential(Masked())
+    yield "in_a_module", "model.0._mask", lambda: model[0]() + 1
+    partial = functools.partial(lambda given: given["mask"] * 2, {"mask": torch.ones(2)})
+    yield "in_a_partial", "self.args[0]['mask']", partial
+    slots = Slots(torch.ones(2))
+    yield "in_a_slot", "slots.mask", lambda: slots.mask * 2
+    yield "in_a_class", "Settings.scale", lambda: Settings.of_class()
+    settings = Settings()
+    yield "in_a_method_that_a_property_calls", "targets", lambda: settings.as_property + 1
+    yield "in_a_function_that_torch_wraps", "targets", lambda: without_gradients()
+    yield "in_a_function_of_autograd", "targets", lambda: Scaled.apply(torch.ones(2))
+    steered, steering = nn.Identity(), torch.ones(2)
+    steered.register_forward_hook(lambda module, args, output: output * steering)
+    yield "in_a_hook", "steering", lambda: steered(torch.ones(2))
     norm = nn.LayerNorm(2, bias=False)
-    return "norm.weight", lambda: norm.weight.detach() * 2, norm, "weight"
-
-
-def by_a_key_that_is_no_number() -> Case:
+    yield "in_a_module_that_was_not_given", "norm.weight", lambda: norm.weight.detach() * 2
     param = nn.Parameter(torch.ones(2))
     averages = {param: torch.ones(2)}
-    return "averages[Parameter]", lambda: averages[param] * 2, averages, param
-
-
-def in_the_second_of_two_variables() -> Case:
+    yield "by_a_key_that_is_no_number", "averages[Parameter]", lambda: averages[param] * 2
     held = SimpleNamespace()
     held.best = held.latest = torch.ones(2)
-    return "held.latest", lambda: held.latest * 2, held, "latest"
+    yield "in_the_second_of_two_variables", "held.latest", lambda: held.latest * 2
 
 
 def places_of(step: Callable[[], Any], *objects: Any) -> dict[Place, Any]:
@@ -191,41 +125,16 @@ def places_of(step: Callable[[], Any], *objects: Any) -> dict[Place, Any]:
     return {place: place.key() for place, value in found if isinstance(value, torch.Tensor)}
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        in_a_global,
-        in_a_function_that_is_called,
-        in_a_closure,
-        in_an_object,
-        in_the_object_of_a_method,
-        in_a_callable_object,
-        in_a_module,
-        in_a_partial,
-        in_a_slot,
-        in_a_class,
-        in_a_method_that_a_property_calls,
-        in_a_function_that_torch_wraps,
-        in_a_function_of_autograd,
-        in_a_hook,
-        in_a_module_that_was_not_given,
-        by_a_key_that_is_no_number,
-        in_the_second_of_two_variables,
-    ],
-)
+@pytest.mark.parametrize(("where", "name", "step"), list(steps()))
 def test_a_tensor_that_is_replaced_between_steps_is_named_where_the_step_finds_it(
-    case: Callable[[], Case],
+    where: str, name: str, step: Callable[[], Any]
 ) -> None:
-    name, step, owner, key = case()
     step()
     place, before = one_of(step, name)
-    if isinstance(owner, dict | list):
-        owner[key] = copy.deepcopy(owner[key])
-    else:
-        setattr(owner, key, copy.deepcopy(getattr(owner, key)))
+    place.put(copy.deepcopy(place.found()))
     _, after = one_of(step, name)
     # The place of the first step shows what is there now.
-    assert place.key() == after != before
+    assert place.key() == after != before, where
 
 
 def one_of(step: Callable[[], Any], name: str) -> tuple[Place, Any]:

@@ -4,7 +4,6 @@ sentence.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import cache
 from unittest import mock
@@ -32,6 +31,9 @@ pytestmark = pytest.mark.timeout(400)
 
 H100 = Machine()
 TINY = Request(preset="tiny", ranks=16, seq_len=64)
+with torch.device("meta"):
+    SHAPES = [param.shape for param in Transformer(PRESETS["tiny"]).parameters()]
+NUMEL = sum(shape.numel() for shape in SHAPES)
 
 
 @cache
@@ -47,21 +49,17 @@ def transfers(rehearsal: Rehearsal) -> list[Transfer]:
     return [event for event in rehearsal.events if isinstance(event, Transfer)]
 
 
-def chunk_nbytes(shape: tuple[int, ...], ranks: int, itemsize: int) -> int:
-    """What one parameter takes in a shard of fp32 or, aligned alike, of a narrower dtype; 128-byte
-    pieces.
-    """
-    numel = -(-shape[0] // ranks) * math.prod(shape[1:])
-    return -(-numel // 64) * 64 * itemsize  # bf16 travels too, so 64 elements
+def chunk_nbytes(shape: torch.Size) -> int:
+    """What one parameter takes in a shard of fp32."""
+    numel = -(-shape[0] // TINY.ranks) * shape[1:].numel()
+    return -(-numel // 64) * 64 * 4  # pieces of 128 bytes; bf16 travels too, so 64 elements
 
 
 # -- memory
 
 
 def test_shards_and_states_between_steps_are_what_the_shapes_come_to() -> None:
-    with torch.device("meta"):
-        shapes = [tuple(param.shape) for param in Transformer(PRESETS["tiny"]).parameters()]
-    pieces = sum(chunk_nbytes(shape, 16, 4) for shape in shapes)
+    pieces = sum(map(chunk_nbytes, SHAPES))
     resting = rehearsal_of().memory.resting
     tails = 3 * 64 * 4  # a unit's label, and 64 elements of alignment
     assert resting["parameters"] == pytest.approx(pieces + tails, abs=3 * 512)
@@ -69,12 +67,9 @@ def test_shards_and_states_between_steps_are_what_the_shapes_come_to() -> None:
     assert resting["optimizer state"] == pytest.approx(2 * pieces, rel=0.05)
 
 
-def test_checkpointing_and_smaller_batches_take_less_memory() -> None:
-    plain = plan_for(batch_size=8).rehearsal.memory.peak_nbytes
-    assert (
-        plan_for(batch_size=8, activation_checkpointing="full").rehearsal.memory.peak_nbytes < plain
-    )
-    assert plan_for(batch_size=4, accumulate=2).rehearsal.memory.peak_nbytes < plain
+def test_smaller_batches_take_less_memory() -> None:
+    halves = rehearsal_of(batch_size=4, accumulate=2)
+    assert halves.memory.peak_nbytes < rehearsal_of(batch_size=8).memory.peak_nbytes
 
 
 def test_whole_parameters_stay_in_stage_2() -> None:
@@ -82,20 +77,16 @@ def test_whole_parameters_stay_in_stage_2() -> None:
         stage: rehearsal_of(stage=stage).memory.at_peak["unsharded parameters"]
         for stage in ("2", "3")
     }
-    with torch.device("meta"):
-        numel = sum(param.numel() for param in Transformer(PRESETS["tiny"]).parameters())
-    assert whole["2"] >= numel * 2 > whole["3"]
+    assert whole["2"] >= NUMEL * 2 > whole["3"]
 
 
 # -- traffic
 
 
 def test_gradients_that_wait_for_the_last_micro_batch_are_whole() -> None:
-    with torch.device("meta"):
-        numel = sum(param.numel() for param in Transformer(PRESETS["tiny"]).parameters())
     for changes in ({"stage": "1"}, {"no_sync": True}):
         assert (
-            rehearsal_of(accumulate=2, **changes).memory.resting["unreduced gradients"] >= numel * 4
+            rehearsal_of(accumulate=2, **changes).memory.resting["unreduced gradients"] >= NUMEL * 4
         )
     assert not rehearsal_of(accumulate=2, stage="2").memory.resting.get("unreduced gradients")
 
@@ -182,8 +173,7 @@ def test_without_a_measurement_a_plan_is_a_range_around_what_is_likely() -> None
 
 def test_model_flops_are_six_for_each_parameter_and_token() -> None:
     config = PRESETS["tiny"]
-    with torch.device("meta"):
-        matrices = sum(p.numel() for p in Transformer(config).parameters() if p.ndim == 2)
+    matrices = sum(shape.numel() for shape in SHAPES if len(shape) == 2)
     attention = 12 * config.layers * config.width * TINY.seq_len  # PaLM's, of all heads together
     counted = model_flops(rehearsal_of().events)
     assert counted == pytest.approx(TINY.tokens * (6 * matrices + attention), rel=1e-6)
@@ -327,19 +317,19 @@ def test_a_model_of_ones_own_is_planned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("model", "words"),
     [
-        (["--model", "nowhere:build"], "No module named 'nowhere'"),
-        (["--model", "math:build"], "has no attribute 'build'"),
-        (["--model", f"{__name__}:fails"], "cannot be built with fake tensors"),
-        (["--model", f"{__name__}:reads_values"], "reads a tensor's value"),
-        (["--model", f"{__name__}:branches"], "values"),
-        (["--model", f"{__name__}:with_scalar"], "has no loss"),
-        (["--model", f"{__name__}:without_parameters"], "without trainable parameters"),
+        ("nowhere:build", "No module named 'nowhere'"),
+        ("math:build", "has no attribute 'build'"),
+        (f"{__name__}:fails", "cannot be built with fake tensors"),
+        (f"{__name__}:reads_values", "reads a tensor's value"),
+        (f"{__name__}:branches", "values"),
+        (f"{__name__}:with_scalar", "has no loss"),
+        (f"{__name__}:without_parameters", "without trainable parameters"),
     ],
 )
-def test_what_cannot_be_planned_is_refused_in_a_sentence(arguments: list[str], words: str) -> None:
-    result = run(*arguments)
+def test_what_cannot_be_planned_is_refused_in_a_sentence(model: str, words: str) -> None:
+    result = run("--model", model)
     assert result.exit_code in (1, 2), result.output
     assert result.stderr.startswith("shardgrad: ")
     assert words in result.stderr

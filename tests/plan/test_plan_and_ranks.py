@@ -17,7 +17,7 @@ import shardgrad
 from shardgrad.engine.transports import LocalTransport, StreamTransport, Transport
 from shardgrad.programs.plan.recording import Transfer
 from shardgrad.programs.plan.rehearsal import rehearse
-from shardgrad.programs.plan.request import Request
+from shardgrad.programs.plan.request import Request, mesh_shape
 from shardgrad.programs.train.model import Transformer, materialise
 from shardgrad.programs.train.presets import PRESETS
 from shardgrad.programs.train.sharding import precision_policy
@@ -54,16 +54,14 @@ def as_on_an_accelerator(group: dist.ProcessGroup, device: torch.device) -> Tran
 
 
 @mock.patch("shardgrad.engine.comm_context.transport_for", as_on_an_accelerator)
-def train(
-    mesh_shape: tuple[int, ...], precision: str, stage: str, accumulate: int, no_sync: bool
-) -> dict[str, Any]:
+def train(request: Request) -> dict[str, Any]:
     """Takes two steps; returns what the second one sent, and what is kept after it."""
-    names = ("shard",) if len(mesh_shape) == 1 else ("replicate", "shard")
-    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+    names = ("replicate", "shard")[-len(request.shape) :]
+    mesh = init_device_mesh("cpu", request.shape, mesh_dim_names=names)
     with torch.device("meta"):
         model: Any = Transformer(NARROW)
     materialise(model, model, device=torch.device("cpu"), seed=0)
-    policy = precision_policy(precision)
+    policy, stage = precision_policy(request.precision), request.stage
     for unit in (*model.layers, model):
         shardgrad.fully_shard(
             unit,
@@ -74,13 +72,13 @@ def train(
             reshard_after_forward=None if unit is model or stage in ("1", "2") else True,
         )
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-3)
-    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    tokens = torch.zeros(request.batch_size, request.seq_len, dtype=torch.int64)
     for _ in range(2):
         with Log() as log:
-            for number in range(accumulate):
-                is_last = number == accumulate - 1
+            for number in range(request.accumulate):
+                is_last = number == request.accumulate - 1
                 model.set_is_last_backward(is_last)
-                model.set_requires_gradient_sync(is_last or not no_sync)
+                model.set_requires_gradient_sync(is_last or not request.no_sync)
                 model.loss(tokens, tokens).backward()
             shardgrad.clip_grad_norm_(model.parameters(), math.inf)
             optimizer.step()
@@ -91,39 +89,22 @@ def train(
 
 
 @pytest.mark.parametrize(
-    ("mesh", "precision", "stage", "accumulate", "no_sync"),
+    "settings",
     [
-        ((2,), "fp32", "3", 1, False),
-        ((2,), "fp32", "1", 2, False),
-        ((2,), "bf16-mixed", "2", 2, False),
-        ((4,), "fp32", "3", 2, True),
-        ((2, 2), "bf16-mixed", "3", 1, False),
-        ((2, 2), "bf16-mixed", "hfsdp", 2, False),
+        {"mesh": "2", "precision": "fp32"},
+        {"mesh": "2", "precision": "fp32", "stage": "1", "accumulate": 2},
+        {"mesh": "2", "stage": "2", "accumulate": 2},
+        {"mesh": "4", "precision": "fp32", "accumulate": 2, "no_sync": True},
+        {"mesh": "2x2"},
+        {"mesh": "2x2", "stage": "hfsdp", "accumulate": 2},
     ],
 )
 def test_the_rehearsed_collectives_are_those_that_real_ranks_make(
-    two_ranks: Ranks,
-    four_ranks: Ranks,
-    mesh: tuple[int, ...],
-    precision: str,
-    stage: str,
-    accumulate: int,
-    no_sync: bool,
+    worlds: dict[int, Ranks], settings: dict[str, Any]
 ) -> None:
-    ranks = math.prod(mesh)
-    world = two_ranks if ranks == 2 else four_ranks
-    real = world.run(train, mesh, precision, stage, accumulate, no_sync)
-    request = Request(
-        preset="narrow",
-        ranks=ranks,
-        mesh="x".join(map(str, mesh)),
-        precision=precision,
-        stage=stage,
-        accumulate=accumulate,
-        no_sync=no_sync,
-        batch_size=2,
-        seq_len=16,
-    )
+    ranks = math.prod(mesh_shape(settings["mesh"]))
+    request = Request("narrow", ranks=ranks, batch_size=2, seq_len=16, **settings)
+    real = worlds[ranks].renewed().run(train, request)
     with mock.patch.dict(PRESETS, {"narrow": NARROW}):
         rehearsal = rehearse(request)
     written = [

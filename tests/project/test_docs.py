@@ -41,11 +41,6 @@ def prose(page: Path) -> str:
     )
 
 
-def blocks(page: Path, language: str) -> list[str]:
-    text = page.read_text(encoding="utf-8")
-    return re.findall(rf"^ *```{language}\n(.*?)^ *```", text, flags=re.DOTALL | re.MULTILINE)
-
-
 def anchors(page: Path) -> set[str]:
     """Returns the anchors of a page's headings, as a code host makes them."""
     headings = re.findall(r"^#+ (.*)$", prose(page), flags=re.MULTILINE)
@@ -99,7 +94,8 @@ def test_the_readme_is_short_and_counts_programs_as_their_page_does() -> None:
 
 
 def test_the_readme_example_trains_on_two_ranks_as_printed(tmp_path: Path) -> None:
-    (example,) = blocks(ROOT / "README.md", "python")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"^ *```python\n(.*?)^ *```", readme, flags=re.DOTALL | re.MULTILINE)
     (tmp_path / "example.py").write_text(example, encoding="utf-8")
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
     done = run(

@@ -59,17 +59,13 @@ def test_each_rank_has_an_accelerator_and_more_ranks_are_refused(
             launch_ranks(TrainConfig(ranks=3), resume=False)
 
 
-def stopped_after_60_steps(folder: Path) -> None:
-    (folder / "checkpoints" / "step_000060").mkdir(parents=True)
-    (folder / "checkpoints" / "step_000060" / ".metadata").touch()
-    (folder / "checkpoints" / "latest").write_text("step_000060\n")
-    (folder / "config.json").write_text('{"ranks": 2}')
-
-
 def test_a_run_is_resumed_without_pytorch_in_the_process_that_starts_its_ranks(
     tmp_path: Path,
 ) -> None:
-    stopped_after_60_steps(tmp_path)
+    (tmp_path / "checkpoints" / "step_000060").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step_000060" / ".metadata").touch()
+    (tmp_path / "checkpoints" / "latest").write_text("step_000060\n")
+    (tmp_path / "config.json").write_text('{"ranks": 2}')
     code = """
 import sys
 from pathlib import Path

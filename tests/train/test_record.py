@@ -17,8 +17,8 @@ def begun(folder: Path) -> RunRecord:
     return record
 
 
-def resume(record: RunRecord, *, step: int = 1) -> None:
-    record.begin(TrainConfig(ranks=1), step=step)
+def resume(record: RunRecord) -> None:
+    record.begin(TrainConfig(ranks=1), step=1)
 
 
 def kinds(record: RunRecord) -> list[str]:

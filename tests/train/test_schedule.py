@@ -9,12 +9,8 @@ from shardgrad.programs.train.config import TrainConfig
 from shardgrad.programs.train.step import build_optimizer, lr_ratio
 
 
-def ratios(steps: int) -> list[float]:
-    return [lr_ratio(step, steps=steps) for step in range(steps)]
-
-
 def test_the_rise_takes_a_tenth_of_a_run_and_the_fall_is_half_a_cosine_to_a_tenth() -> None:
-    rates = ratios(111)  # 11 of which rise
+    rates = [lr_ratio(step, steps=111) for step in range(111)]  # 11 of which rise
     assert rates[:12] == pytest.approx([n / 12 for n in range(1, 13)])
     fall = rates[11:]
     assert fall[-1] == pytest.approx(0.1)

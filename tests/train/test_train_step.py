@@ -20,7 +20,16 @@ from shardgrad.programs.train.presets import TransformerConfig
 from shardgrad.programs.train.step import TrainStep, build_optimizer, lr_ratio
 
 CPU = torch.device("cpu")
-ALONE = cast(World, SimpleNamespace(rank=0, world_size=1, device=CPU))
+
+
+class Alone(World):
+    """A place whose only rank answers itself."""
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        return values.unsqueeze(0)
+
+
+ALONE = Alone(0, 1, CPU)
 
 
 class SyncRecorder(Transformer):
@@ -91,7 +100,7 @@ def test_micro_batches_together_are_the_whole_batch() -> None:
 )
 def test_the_first_step_that_is_not_finite_is_named(loss: float, norm: float) -> None:
     run = object.__new__(loop.Run)
-    run.__dict__.update(world=alone(), state=SimpleNamespace(step=7), _results=[])
+    run.__dict__.update(world=ALONE, state=SimpleNamespace(step=7), _results=[])
     run._results.append(torch.tensor([3.0, 1.0]))
     assert run._gather_results().tolist() == [[[3.0, 1.0]]]
     run.state.step = 10
@@ -100,14 +109,3 @@ def test_the_first_step_that_is_not_finite_is_named(loss: float, norm: float) ->
         run._gather_results()
     where = "the norm of the gradients" if math.isfinite(loss) else "the loss of rank 0"
     assert where in str(caught.value)
-
-
-class Alone(World):
-    """A place whose only rank answers itself."""
-
-    def gather(self, values: torch.Tensor) -> torch.Tensor:
-        return values.unsqueeze(0)
-
-
-def alone() -> Alone:
-    return Alone(0, 1, CPU)
