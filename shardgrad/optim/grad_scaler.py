@@ -84,8 +84,8 @@ class GradScaler:
         self._found: weakref.WeakKeyDictionary[Optimizer, torch.Tensor | None] = (
             weakref.WeakKeyDictionary()
         )
-        # Each optimizer's verdict has a constant address, since `step` and `update` may be in
-        # different graphs.
+        # Each optimizer's verdict has a constant address, since `unscale_`, `step` and `update` may
+        # be in different graphs.
         self._verdicts: weakref.WeakKeyDictionary[Optimizer, torch.Tensor] = (
             weakref.WeakKeyDictionary()
         )
@@ -107,11 +107,13 @@ class GradScaler:
     @torch.no_grad()
     @outside_graphs
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divides the gradients of an optimizer's parameters by the scale, in place.
+        """Divides the gradients of an optimizer's parameters by the scale, in place, and checks
+        them: if one is not finite on any rank, `step` skips, whatever changes them until then.
 
         Call it at most once between two updates.
 
-        Streams: the current stream.
+        Streams: one pass over the gradients and one all-reduce of two numbers, on the current
+            stream. A collective.
         Capture: safe.
 
         Raises:
@@ -126,8 +128,12 @@ class GradScaler:
                 got="a second one, or one after step()",
                 fix="scaler.update() at the end of the iteration",
             )
-        gradients = select(_params(optimizer))
-        gradients.multiply(self._on(_params(optimizer)[0].device).reciprocal())
+        params = _params(optimizer)
+        select(params).multiply(self._on(params[0].device).reciprocal())
+        found = _find_nonfinite(optimizer)
+        if optimizer not in self._verdicts:
+            self._verdicts[optimizer] = torch.empty_like(found)
+        self._verdicts[optimizer].copy_(found)
         self._found[optimizer] = None
 
     @outside_graphs
@@ -137,8 +143,8 @@ class GradScaler:
         Optimizers of `shardgrad.optim` skip on the device. For others, the host waits for the
         result of the check.
 
-        Streams: unless clipping has already checked the gradients, one pass over them and one
-            all-reduce of two numbers, on the current stream. A collective.
+        Streams: unless `unscale_` or clipping has checked the gradients as they are, one pass over
+            them and one all-reduce of two numbers, on the current stream. A collective.
         Capture: safe with an optimizer of `shardgrad.optim`.
 
         Raises:
@@ -162,7 +168,9 @@ class GradScaler:
             )
         if optimizer not in self._found:
             self.unscale_(optimizer)
-        found = self._found[optimizer] = self._judge(optimizer)
+        # Gradients may have been clipped or written since they were unscaled. Clamping hides an
+        # infinity, so the verdict from before counts, too.
+        found = self._found[optimizer] = self._verdicts[optimizer].add_(_find_nonfinite(optimizer))
         if isinstance(optimizer, FlatOptimizer):
             optimizer.found_inf = found  # type: ignore[attr-defined]
             try:
@@ -170,15 +178,6 @@ class GradScaler:
             finally:
                 del optimizer.found_inf  # type: ignore[attr-defined]
         return None if found.item() else optimizer.step(**kwargs)
-
-    @torch.no_grad()
-    def _judge(self, optimizer: Optimizer) -> torch.Tensor:
-        """Returns the optimizer's float32 scalar, above zero if its gradients are not finite."""
-        params = _params(optimizer)
-        found = find_nonfinite(select(params), params[0].device)
-        if optimizer not in self._verdicts:
-            self._verdicts[optimizer] = torch.empty_like(found)
-        return self._verdicts[optimizer].copy_(found)
 
     @torch.no_grad()
     @outside_graphs
@@ -320,3 +319,10 @@ class GradScaler:
 
 def _params(optimizer: Optimizer) -> list[torch.Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+@torch.no_grad()
+def _find_nonfinite(optimizer: Optimizer) -> torch.Tensor:
+    """Returns a float32 device scalar, above zero if a gradient of the optimizer is not finite."""
+    params = _params(optimizer)
+    return find_nonfinite(select(params), params[0].device)
