@@ -284,8 +284,8 @@ class FlatOptimizer(Optimizer):
         return any(is_capturing(segment.device) for segment in self._segments)
 
     def _follow_groups(self) -> None:
-        """Makes segments for the present groups. Keeps each segment whose parameters are
-        unchanged.
+        """Makes segments for the present groups. Keeps each segment that has the same parameters
+        and the state that its group needs.
         """
         groups = [g if isinstance(g, OptimGroup) else self._mirrored(g) for g in self.param_groups]
         params = [param for group in groups for param in group["params"]]
@@ -299,11 +299,14 @@ class FlatOptimizer(Optimizer):
             for segment in self._new_segments(group, index)
         ]
         before = {tuple(map(id, segment.params)): segment for segment in self._segments}
-        kept = [before.get(tuple(map(id, segment.params)), segment) for segment in new]
-        for segment, like in zip(kept, new, strict=True):
-            segment.options = like.options
         self.param_groups[:] = groups
-        self._segments = kept
+        self._segments = []
+        for like in new:
+            segment = before.get(tuple(map(id, like.params)), like)
+            if self.state_dtypes(like, like.options).keys() - segment.state.keys():
+                segment = like  # the former group had no momentum
+            segment.options = like.options
+            self._segments.append(segment)
         self._allocate_new()
 
     def _follow_state(self) -> None:

@@ -241,8 +241,14 @@ class Muon(FlatOptimizer):
 
     def _buckets(self, updates: Sequence[Update]) -> list[Bucket]:
         # A table's id identifies everything that it was made from. Buckets keep the tables alive.
+        # All segments of a bucket use the options of one group.
         read = itemgetter("adjust_lr_fn", "num_heads")
-        key = tuple([(id(each.launch.rows), read(each.segment.options)) for each in updates])
+        key = tuple(
+            [
+                (id(each.launch.rows), each.segment.options.number, read(each.segment.options))
+                for each in updates
+            ]
+        )
         known = self._plans.get(key)
         if known is not None:
             return known

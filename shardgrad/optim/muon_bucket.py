@@ -96,6 +96,7 @@ class Bucket:
 
     def __init__(self, updates: Sequence[Update], dtype: torch.dtype) -> None:
         segments = self.segments = [update.segment for update in updates]
+        self._options = segments[0].options
         # `ops.sgd_` computes in float64 only if it also writes float64.
         self._dtype = torch.float64 if segments[0].dtype is torch.float64 else dtype
         self._device = segments[0].device
@@ -133,11 +134,6 @@ class Bucket:
             self._weights.append(
                 [_table(update.segment, pieces, ratio) for ratio, pieces in into_weights.items()]
             )
-
-    @property
-    def _options(self) -> Mapping[str, Any]:
-        """The present entry of `param_groups`, which a program may replace."""
-        return self.segments[0].options
 
     def run(self, updates: Sequence[Update], with_states: _WithStates) -> None:
         """Updates all segments.

@@ -79,13 +79,12 @@ class _Segment(ABC):
         rank: as given.
         number: the index of the segment among all that the optimizer has made.
         options: the entry of `param_groups` that it belongs to.
-        is_allocated: True once the state exists. The next three attributes are set then.
-        state: flat buffers by name, each of `numel` elements.
+        state: flat buffers by name, each of `numel` elements; none before they are allocated.
+        is_allocated: True once the state exists. The next two attributes are set then.
         steps: the number of updates of each parameter, float32.
         ticket: int32 scratch memory of the kernels.
     """
 
-    state: dict[str, torch.Tensor]
     steps: torch.Tensor
     ticket: torch.Tensor
 
@@ -95,6 +94,7 @@ class _Segment(ABC):
         self.rank = rank
         self.number = 0
         self.options: OptimGroup
+        self.state: dict[str, torch.Tensor] = {}
         self.is_allocated = False
 
     @property

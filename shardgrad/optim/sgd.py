@@ -29,7 +29,7 @@ class SGD(FlatOptimizer):
         params: see `FlatOptimizer`.
         lr: learning rate, a number or a one-element tensor.
         momentum: factor of the momentum. It can change later, but not from 0, because without
-            momentum there is no buffer.
+            momentum there is no buffer: replace the entry of `param_groups` instead.
         dampening: `1 - dampening` times the gradient is added to the momentum.
         weight_decay: L2 penalty, added to the gradient.
         nesterov: use Nesterov momentum.

@@ -87,6 +87,8 @@ def copies_into(
             f"{sorted(ours)}",
             f"{sorted(unknown)}",
         )
+    if "momentum_buffer" in ours.keys() - saved.keys():
+        saved = {**saved, "step": None}  # as in torch, the next step fills the momentum
     for key, into in ours.items():
         value = saved.get(key)
         if key == "step":

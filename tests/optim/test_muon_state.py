@@ -80,10 +80,10 @@ def test_groups_added_later_and_a_tensor_as_learning_rate() -> None:
 # -- parameters that are not sharded, and those of 16 bits
 
 
-def test_plain_matrices_follow_torch_also_where_columns_lie_together() -> None:
+def test_plain_matrices_follow_torch_where_columns_lie_together_and_groups_are_replaced() -> None:
     found = []
     for home in (torch.optim, shardgrad.optim):
-        with exactly():
+        with exactly(), mock.patch.object(ownership, "_LEAST_NUMEL", 100):  # in one bucket
             torch.manual_seed(0)
             params = [nn.Parameter(torch.randn(9, 4)), nn.Parameter(torch.randn(9, 4).t())]
             assert not params[1].is_contiguous()
@@ -92,6 +92,8 @@ def test_plain_matrices_follow_torch_also_where_columns_lie_together() -> None:
                 (params[0] @ params[1]).square().mean().backward()
                 optim.step()
                 optim.zero_grad()
+                group = {**optim.param_groups[0], "params": params[:1]}
+                optim.param_groups[:] = [group, {**group, "params": params[1:], "momentum": 0.2}]
             found.append({str(i): p.detach() for i, p in enumerate(params)})
     assert_close(*found, tolerance=TIGHT)
 

@@ -18,7 +18,7 @@ from shardgrad.errors import CaptureError, OptimizerParameterError, OptimizerSta
 from shardgrad.optim import AdamW
 from tests.support.parity import stack, unchanged
 
-KINDS: dict[str, dict[str, Any]] = {"AdamW": {}, "SGD": {"momentum": 0.9}}
+KINDS: dict[str, dict[str, Any]] = {"AdamW": {}, "SGD": {"momentum": 0.9, "dampening": 0.5}}
 both = pytest.mark.parametrize("kind", KINDS)
 Edit = Callable[[nn.Sequential, Optimizer], None]
 
@@ -29,7 +29,10 @@ def model() -> nn.Sequential:
 
 
 def in_two_groups(m: nn.Sequential) -> list[dict[str, Any]]:
-    return [{"params": list(m[0].parameters())}, {"params": list(m[1].parameters()), "lr": 0.01}]
+    return [
+        {"params": list(m[0].parameters()), "momentum": 0.0},
+        {"params": list(m[1].parameters()), "lr": 0.01},
+    ]
 
 
 def train(m: nn.Sequential, optim: Optimizer, steps: range) -> None:
@@ -83,6 +86,10 @@ def moves_a_parameter_to_another_group(m: nn.Sequential, optim: Optimizer) -> No
     first["params"] = [m[0].bias]
 
 
+def replaces_a_group(m: nn.Sequential, optim: Optimizer) -> None:
+    optim.param_groups[0] = {**optim.param_groups[0], "lr": 0.05, "momentum": 0.9}
+
+
 EDITS: dict[str, Edit] = {
     "clears the state": lambda m, optim: optim.state.clear(),
     "replaces the state": replaces_the_state,
@@ -92,6 +99,7 @@ EDITS: dict[str, Edit] = {
     "deletes a group and assigns a rate": deletes_a_group_and_assigns_a_rate,
     "replaces the parameters of a group": replaces_the_parameters_of_a_group,
     "moves a parameter to another group": moves_a_parameter_to_another_group,
+    "replaces a group": replaces_a_group,
 }
 
 
