@@ -102,7 +102,10 @@ def _sharded(name: str, managed: FSDPParam) -> ExportedParameter:
     ranks = group.mesh.mesh.mesh.reshape(-1, group.mesh.shard_size).T.tolist()
     piece = group.layout.pieces[group.params.index(managed)]
     dim, local = managed.sharding.dim, local_of(managed.sharded).detach()
-    holders = {piece.rows(shard): tuple(having) for shard, having in enumerate(ranks)}
+    holders: dict[tuple[int, int], tuple[int, ...]] = {}
+    for shard, having in enumerate(ranks):
+        part = piece.rows(shard)  # several shards may have no rows
+        holders[part] = (*holders.get(part, ()), *having)
     rows = piece.rows(group.mesh.shard_rank)
     return _row(tuple(managed.sharded.shape), dim, rows, holders, local)
 

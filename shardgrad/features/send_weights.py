@@ -161,7 +161,7 @@ def plan_weights(
                 got=f"{sorted(widths)}",
                 fix="cut all pieces along the same dim",
             )
-        shapes[target] = (offset, *widths.pop()) if row.shape else ()
+        shapes[target] = (offset, *widths.pop()) if row.shape or len(cuts) > 1 else ()
     pieces = {name: _pieces(row) for name, row in table.items()}
     return WeightPlan(tuple(_in_batches(messages)), shapes, pieces)
 

@@ -105,14 +105,16 @@ def test_of_two_that_save_under_one_name_the_first_gets_it_whole(tmp_path: Path)
 
 
 def test_a_process_may_take_its_lock_again_and_gives_it_back_for_all(tmp_path: Path) -> None:
-    first, second = Series(tmp_path), Series(tmp_path)
+    first, second = Series(tmp_path), Series(tmp_path / "link")
+    second.folder.symlink_to(tmp_path)
     save(first, 1)
     save(second, 2)
-    no_other_may_save_into(tmp_path)
-    no_other_may_save_into(tmp_path)  # what a forked process did has not unlocked it
     first.release()
     with elsewhere(Series(tmp_path).acquire):
         pass
+    save(second, 3)
+    no_other_may_save_into(tmp_path)
+    no_other_may_save_into(tmp_path)  # what a forked process did has not unlocked it
 
 
 def test_another_process_does_not_clear_away_what_is_being_saved_where_a_series_is(

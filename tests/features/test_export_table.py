@@ -65,9 +65,9 @@ def test_replicas_are_named_as_holders_of_the_same_rows(four_ranks: Ranks) -> No
     four_ranks.run(every_address_is_that_of_its_rows, mesh=(2, 2))
 
 
-@on_ranks(2)
-def test_a_parameter_sharded_by_columns_says_so() -> None:
-    model = stack(4, 6)
+@on_ranks(4)
+def test_a_parameter_sharded_by_columns_says_so_and_ranks_without_rows_are_holders() -> None:
+    model = stack(4, 1)
     right = whole_of(model)
     SHARDGRAD.fully_shard(model, shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 else None)
     assert_is(model, right)

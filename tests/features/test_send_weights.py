@@ -212,8 +212,9 @@ def table_of(ranks: int, **shapes: tuple[int, ...]) -> dict[str, ExportedParamet
     """The table of a model that is sharded over some ranks, without them."""
     table = {}
     for name, shape in shapes.items():
-        step = -(-shape[0] // ranks)
-        rows = [(min(r * step, shape[0]), min((r + 1) * step, shape[0])) for r in range(ranks)]
+        size = (*shape, 1)[0]  # a scalar is one row
+        step = -(-size // ranks)
+        rows = [(min(r * step, size), min((r + 1) * step, size)) for r in range(ranks)]
         holders = {each: (rank,) for rank, each in enumerate(rows)}
         table[name] = ExportedParameter(
             torch.float32, shape, 0, rows[0], 0, 0, holders, torch.empty(0)
@@ -231,6 +232,14 @@ def test_key_and_value_heads_may_be_fewer_than_receivers() -> None:
         rows.setdefault(m.receiver, []).append((first, first + m.shape[0]))
     assert rows == {2: [(0, 3)], 3: [(0, 3)], 4: [(3, 6)], 5: [(3, 6)]}
     assert plan.shapes == {"k": (3, 5)}
+
+
+def test_scalars_are_concatenated_into_a_vector() -> None:
+    cut = ("scale", None)
+    plan = shardgrad.plan_weights(
+        table_of(1, scale=()), {"one": [cut], "both": [cut, cut]}, receivers=[1]
+    )
+    assert plan.shapes == {"one": (), "both": (2,)}
 
 
 @pytest.mark.parametrize(

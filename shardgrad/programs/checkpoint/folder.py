@@ -31,8 +31,8 @@ _LOCK = ".lock"
 _POINTER = "latest"
 _STEP = re.compile(r"step_([0-9]{6,18})")
 
-# The files that this process has locked, by path: closing any descriptor of one would unlock it, so
-# it is opened once. A forked process does not inherit the locks.
+# The files that this process has locked, by real path: closing any descriptor of one would unlock
+# it, so it is opened once. A forked process does not inherit the locks.
 _held: dict[Path, int] = {}
 os.register_at_fork(after_in_child=_held.clear)
 
@@ -151,7 +151,7 @@ class Series:
 
     @property
     def _lock(self) -> Path:
-        return Path(os.path.abspath(self.folder), _LOCK)
+        return Path(os.path.realpath(self.folder), _LOCK)
 
     def path_of(self, step: int) -> Path:
         """Returns the path of the checkpoint of a step."""
