@@ -268,8 +268,11 @@ def test_another_model_and_another_receiver_are_refused() -> None:
         model = shardgrad.fully_shard(layer(), mesh=mesh)
         plan = shardgrad.plan_weights(shardgrad.export_table(model), LAYOUT, [1])
         other = shardgrad.fully_shard(nn.Linear(3, 3), mesh=mesh)
-        with pytest.raises(OptionError, match="plan does not match the model"):
-            shardgrad.send_weights(other, plan)
+        shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+        of_two = shardgrad.plan_weights(table_of(2, **shapes), LAYOUT, [2])
+        for trained, made in ((other, plan), (model, of_two)):
+            with pytest.raises(OptionError, match="plan does not match the model"):
+                shardgrad.send_weights(trained, made)
         with pytest.raises(
             OptionError, match=r"(?s)tensor qkv_proj.weight is missing.*\(24, 14\).*\(3, 3\)"
         ):

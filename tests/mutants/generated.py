@@ -22,7 +22,8 @@ TESTS = {
         " tests/features tests/fuzz/test_programs.py tests/optim/test_clips_and_zeroes.py"
     ),
     "shardgrad/sharding": "tests/sharding tests/engine/test_training_parity.py tests/features",
-    "shardgrad/optim": "tests/optim tests/fuzz/test_programs.py",
+    "shardgrad/optim": "tests/optim tests/fuzz/test_programs.py"
+    " tests/simulated/test_simulated_optimizers.py",
     "shardgrad/graphs": "tests/graphs tests/simulated/test_simulated_graphed_calls.py"
     " tests/simulated/test_simulated_graphed_step.py",
     "csrc/cpu": "tests/ops tests/optim tests/fuzz/test_programs.py",
