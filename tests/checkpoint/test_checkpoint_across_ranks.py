@@ -213,12 +213,15 @@ def test_a_part_that_one_rank_alone_has_is_loaded_by_it_alone(tmp_path: Path) ->
 
 def a_model_is_exported_whole(folder: str) -> None:
     model, _ = build(SHARDGRAD, 0, 1)
-    checkpoint.save({"model": model.state_dict()}, f"{folder}.saved")
+    state = {"model": model.state_dict(), "model_ema": {"step": torch.ones(3)}}
+    checkpoint.save(state, f"{folder}.saved")
     if dist.get_rank() == 0:
         checkpoint.export_checkpoint(f"{folder}.saved", folder, only="model", file_nbytes=600)
     dist.barrier()
     model, _ = build(SHARDGRAD, 1, 1)
-    dcp.load(model.state_dict(), storage_reader=HuggingFaceStorageReader(folder))
+    reader = HuggingFaceStorageReader(folder)
+    assert reader.read_metadata().state_dict_metadata.keys() == model.state_dict().keys()
+    dcp.load(model.state_dict(), storage_reader=reader)
     loaded = {name: param.detach().full_tensor() for name, param in model.named_parameters()}
     assert_same_bits(loaded, dict(tower(seed=0).named_parameters()))
 
