@@ -39,7 +39,7 @@ from shardgrad.checks.lost_work import refuse_replaced_data, refuse_unreduced, r
 from shardgrad.checks.unowned_params import warn_of_unowned
 from shardgrad.checks.untrained_params import check_first_step, concerns_unit, params_of
 from shardgrad.engine.grad_group import grads_of
-from shardgrad.engine.param import managed_by
+from shardgrad.engine.param import FSDPParam, managed_by
 from shardgrad.engine.param_group import ParamGroup, group_of
 from shardgrad.engine.streams import is_capturing
 from shardgrad.engine.tracing import outside_graphs
@@ -52,7 +52,8 @@ class _Watched:
     """Cached information about one optimizer.
 
     Attributes:
-        ids: of the parameters it had when the rest was true; empty if that is to be looked up.
+        owners: of the parameters it had when the rest was true; empty if that is to be looked up.
+            A parameter that the program has assigned gets its owner in the next forward.
         groups: the param groups of its parameters.
         state_id: the id of the state that is known to be this rank's own.
         concerns_unit: it has parameters that belong to a unit, or did.
@@ -61,7 +62,7 @@ class _Watched:
         has_warned: True once it warned of parameters that no unit owns.
     """
 
-    ids: list[int] = field(default_factory=list)
+    owners: list[FSDPParam | None] = field(default_factory=list)
     groups: list[weakref.ref[ParamGroup]] = field(default_factory=list)
     state_id: int = 0
     concerns_unit: bool = False
@@ -79,7 +80,7 @@ def watch_optimizers_of(model: nn.Module) -> None:
     _register()
     _models.add(model)
     for watched in _watched.values():
-        watched.ids = []
+        watched.owners = []
 
 
 @cache  # once per process
@@ -115,7 +116,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 @outside_graphs
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    watched = _look_up(optimizer)
+    watched = _watched.get(optimizer) or _look_up(optimizer)
     for reference in watched.groups:
         group = reference()
         if group is not None:
@@ -127,13 +128,13 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _look_up(optimizer: Optimizer) -> _Watched:
     watched = _watched.setdefault(optimizer, _Watched())
-    ids = [id(param) for group in optimizer.param_groups for param in group["params"]]
-    if watched.ids == ids:
-        return watched
     params = list(params_of(optimizer))
-    groups = dict.fromkeys(map(group_of, filter(None, map(managed_by, params))))
+    owners = list(map(managed_by, params))
+    if watched.owners == owners:
+        return watched
+    groups = dict.fromkeys(map(group_of, filter(None, owners)))
     if not watched.has_warned and any(group.mesh.data_parallel_size > 1 for group in groups):
         watched.has_warned = warn_of_unowned(optimizer, _models)
-    watched.ids, watched.groups = ids, list(map(weakref.ref, groups))
+    watched.owners, watched.groups = owners, list(map(weakref.ref, groups))
     watched.concerns_unit, watched.state_id = any(map(concerns_unit, params)), 0
     return watched

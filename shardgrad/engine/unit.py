@@ -25,10 +25,12 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum, auto
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -269,8 +271,10 @@ class Unit:
             leaves[place] = alias
         if spec is None:
             return tuple(leaves), kwargs
-        watched: _Arguments = tree_unflatten(leaves, spec)
-        return watched
+        watched, named = tree_unflatten(leaves, spec)
+        # Forward may write to a list or dict that its caller reads.
+        named = {name: _kept_or(kwargs[name], value) for name, value in named.items()}
+        return tuple(map(_kept_or, args, watched)), named
 
     @outside_graphs
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -405,6 +409,7 @@ class Unit:
         left.
         """
         context = self.context or self._lazy_init(self)
+        scheduler = context.scheduler
         if counted and self.outstanding:
             self.outstanding -= 1
         # If a tensor left the unit other than through its outputs, for example as an attribute, no
@@ -413,9 +418,11 @@ class Unit:
         with span("post_backward", self.name):
             # A unit that is called several times in a row needs its parameters again at once.
             again = self.next_backward is self
-            # Another call's backward may be open on another stream, and a retained graph may read
-            # the parameters again.
-            keep = context.is_read_again(self) or context.gather_through is not None
+            # Another call's backward may be open on another stream. A retained graph may read the
+            # parameters when no hook unshards them: one that a backward has created, or one past
+            # the outputs of this unit.
+            is_read_again = scheduler.reads_again or (self.held and scheduler.retains_graph)
+            keep = is_read_again or context.gather_through is not None
             streams = context.comm_ctx.streams
             stream = streams.current()
             if self.reshard_after_backward and not (again or self.open > 0 or keep):
@@ -427,7 +434,7 @@ class Unit:
                 for grads in self.grad_groups:
                     grads.read_on[stream] = None
             is_over = self.outstanding == 0 and (self.open == 0 or self.has_unwatched)
-            if is_over and context.scheduler.backward_running:
+            if is_over and scheduler.backward_running:
                 for grads in self.grad_groups:
                     if self.has_unwatched and grads.count < len(grads.params):
                         # The backward of another call is still to come, and only the last gradient
@@ -435,7 +442,7 @@ class Unit:
                         grads.waits_for_unit = False
                     else:
                         # All calls of this unit have ended: no parameter gets another gradient.
-                        context.scheduler.close(grads)
+                        scheduler.close(grads)
 
     # -- unshard and reshard
 
@@ -518,6 +525,14 @@ class _InputsWatch(torch.autograd.Function):
         return (None, None, *grads)
 
 
+def _kept_or(given: Any, watched: Any) -> Any:
+    """Returns an argument itself, instead of a copy of its containers, if it has no tensor that is
+    watched.
+    """
+    is_same = all(map(is_, tree_leaves(given), tree_leaves(watched)))
+    return given if is_same else watched
+
+
 def _cast(dtype: torch.dtype, value: Any) -> Any:
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -529,15 +544,15 @@ def _tensors_with_grad(output: Any) -> list[torch.Tensor]:
     """Returns the tensors of an output that require grad."""
     if isinstance(output, torch.Tensor):
         return [output] if output.requires_grad else []
-    found: list[torch.Tensor] = []
-
-    def collect(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.requires_grad:
-            found.append(tensor)
-        return tensor
-
-    _apply_to_tensors(collect, output)
-    return found
+    parts: Iterable[Any] = ()
+    # Not torch's `_apply_to_tensors`, which builds the containers again: a dataclass may refuse.
+    if is_dataclass(output):
+        parts = (getattr(output, field.name, None) for field in fields(output))
+    elif isinstance(output, Mapping):
+        parts = output.values()
+    elif isinstance(output, list | tuple | set):
+        parts = output
+    return list(chain.from_iterable(map(_tensors_with_grad, parts)))
 
 
 class AfterForward(Enum):
@@ -791,12 +806,6 @@ class RootContext:
 
     # -- backward
 
-    def is_read_again(self, unit: Unit) -> bool:
-        """Returns whether a retained graph may read a unit's parameters when no hook unshards them:
-        a graph that a backward created, or one past the outputs of a unit.
-        """
-        return self.scheduler.reads_again or (unit.held and self.scheduler.retains_graph)
-
     @outside_graphs
     def end_backward(self, *, wait: bool = True) -> None:
         """Ends a backward: frees unsharded parameters, reduces the remaining groups, waits for
@@ -805,12 +814,14 @@ class RootContext:
         Streams: the stream that called backward waits for every reduction.
         """
         with span("root_post_backward_callback", self.root.name), torch.no_grad():
-            is_last = self.scheduler.is_last_backward
-            self.scheduler.reads_again = self.scheduler.keeps_graph
+            scheduler = self.scheduler
+            is_last, scheduler.reads_again = scheduler.is_last_backward, scheduler.keeps_graph
             # Free parameters before reducing the last groups, which reuse their memory.
             for unit in self.units:
-                unit.finish_backward(is_read_again=self.is_read_again(unit), is_last=is_last)
-            self.scheduler.drain(wait=wait and is_last)
+                if not unit.running:  # else a forward differentiates a part of the model
+                    is_kept = scheduler.reads_again or (unit.held and scheduler.retains_graph)
+                    unit.finish_backward(is_read_again=is_kept, is_last=is_last)
+            scheduler.drain(wait=wait and is_last)
             self.ran_last = None
             self._wait_until_read()
 

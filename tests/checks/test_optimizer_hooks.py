@@ -35,6 +35,30 @@ def test_an_optimizer_is_looked_at_again_after_its_parameters_were_sharded() -> 
     assert kept is not None
 
 
+@pytest.mark.parametrize("early", [True, False])
+@on_ranks(2)
+def test_an_optimizer_of_assigned_parameters_may_step_before_the_next_forward(early: bool) -> None:
+    """Its writes, which torch does not count, are seen although the parameters had no owner yet."""
+    plain, model = stack(5, 3), SHARDGRAD.fully_shard(stack(5, 3), zero_stage=2)
+    model(torch.ones(1, 5)).sum().backward()
+    model.zero_grad()
+    layer = model[0]
+    for name, param in list(layer.named_parameters()):
+        setattr(layer, name, nn.Parameter(param.detach().clone()))
+    losses = []
+    for each in (plain, model):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1, foreach=True)
+        if early:
+            optimizer.step()
+        for _ in range(3):
+            loss = each(torch.ones(1, 5)).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(losses[1])
+
+
 @on_ranks(2)
 def test_a_model_may_die_during_the_step_of_another_optimizer() -> None:
     """torch iterates over its hooks then, so removing them would break the step of another

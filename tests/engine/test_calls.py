@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -87,6 +89,46 @@ def test_backward_finds_the_weights_of_a_unit_whatever_it_returns(
         return found
 
     return train(engine, model, loss=loss)
+
+
+@dataclass
+class Result:
+    """An output that cannot be built again from its fields."""
+
+    values: Tensor
+    mean: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.mean = self.values.mean(1, keepdim=True)
+
+
+class Tells(nn.Linear):
+    """Writes to an argument."""
+
+    def forward(self, x: Tensor, told: dict[str, Tensor]) -> Any:
+        told["x"] = x
+        return Result(super().forward(x))
+
+
+class Told(nn.Module):
+    """Reads what one of its units has written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), Tells(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        told: dict[str, Tensor] = {}
+        return self.second(self.first(x), told).mean * told["x"]
+
+
+@on_ranks(2)
+@as_unsharded
+def test_a_unit_writes_to_its_arguments_and_returns_what_it_likes(engine: Engine) -> Tensors:
+    torch.manual_seed(0)
+    model = Told()
+    engine.shard(model.first, model.second, model)
+    return train_squares(engine, model, 5)
 
 
 class Forgiving(nn.Linear):

@@ -33,6 +33,32 @@ def pre_norm(engine: Engine, **options: Any) -> nn.Sequential:
     return model
 
 
+class Force(nn.Module):
+    """Differentiates a unit in its forward, and has a parameter of its own to use afterwards."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self.energy = pre_norm(engine)
+        self.scale = nn.Parameter(torch.full((WIDTH,), 1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            energy = self.energy(x)
+            (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return energy * self.scale + force * self.scale
+
+
+@on_ranks(2)
+@as_unsharded
+def test_a_forward_may_differentiate_a_part_of_the_model(engine: Engine) -> Tensors:
+    model = engine.fully_shard(Force(engine))
+    for step in range(2):
+        with torch.no_grad():
+            model(batch(engine, step))
+        per_row(model(batch(engine, step))).backward()
+    return engine.snapshot(model)
+
+
 def batch(engine: Engine, step: int) -> Tensor:
     return engine.inputs(step, WIDTH).requires_grad_()
 

@@ -196,9 +196,7 @@ def test_every_unit_and_every_shard_is_rounded_by_coins_of_its_own(four_ranks: R
 )
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
 @on_ranks(2)
-def test_gradients_are_read_in_their_own_dtype(
-    policy: GradientPolicy, half: torch.dtype
-) -> None:
+def test_gradients_are_read_in_their_own_dtype(policy: GradientPolicy, half: torch.dtype) -> None:
     """fp32 gradients under half-precision parameters are read in fp32, wherever they are bound."""
     model = stack(40, 40).to(half)
     mixed = MixedPrecisionPolicy(reduce_dtype=torch.float32)
