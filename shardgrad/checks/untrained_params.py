@@ -155,13 +155,15 @@ def _sample_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_skipped(optimizer: Optimizer) -> bool:
-    """Returns whether loss scaling or clipping has found gradients that are not finite."""
+    """Returns whether loss scaling or clipping has found gradients that are not finite. torch's
+    scaler sets the number 0, not a tensor, if it found no gradient.
+    """
     verdicts = {getattr(optimizer, "found_inf", None)}
     for param in params_of(optimizer):
         managed = managed_by(param)
         if managed is not None and (shard := grads_of(group_of(managed)).shard):
             verdicts.add(shard.nonfinite)
-    return any(bool(verdict.item()) for verdict in verdicts if verdict is not None)
+    return any(verdicts)
 
 
 def _keeps_small_steps(optimizer: Optimizer) -> bool:

@@ -246,15 +246,3 @@ def test_gradients_beside_the_parameter_are_used_as_those_of_it_are() -> None:
     assert not p.decoupled_grad.any()  # type: ignore[attr-defined]
     optim.zero_grad()
     assert p.decoupled_grad is None  # type: ignore[attr-defined]
-
-
-def test_torchs_scaler_may_meet_an_optimizer_without_gradients() -> None:
-    p, q = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    optim, idle = SGD([p], lr=0.5), SGD([q], lr=0.5)
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(p.sum()).backward()
-    scaler.step(idle)
-    scaler.step(optim)
-    scaler.update()
-    assert (p == 0.5).all()
-    assert (q == 1).all()
