@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
 from itertools import chain
 from typing import Any
 
@@ -48,7 +49,10 @@ def load_state(
         for into, value in copies:
             into.copy_(value)
     for group, saved in zip(groups, saved_groups, strict=True):
-        group.update({k: value for k, value in saved.items() if k != "params" and k not in ignored})
+        loaded = {k: value for k, value in saved.items() if k != "params" and k not in ignored}
+        # A scheduler may change a learning rate that is a tensor in place, which must not reach
+        # the saved one.
+        group.update(deepcopy(loaded))
 
 
 def copies_of_all(

@@ -103,8 +103,9 @@ def test_a_loaded_state_says_nothing_about_how_torch_computes() -> None:
     other, other_optim = build(FSDP2)
     take_steps(FSDP2, other, other_optim, range(1))
     saved = copy.deepcopy(other_optim.state_dict())
-    saved["param_groups"][0].update(capturable=True, foreach=False, lr=0.5)
+    saved["param_groups"][0].update(capturable=True, foreach=False, lr=torch.tensor(0.5))
     optim.load_state_dict(saved)
+    saved["param_groups"][0]["lr"].zero_()  # a rate is copied, as torch does
     after = {key: value for key, value in optim.param_groups[0].items() if key != "params"}
     assert after == before | {"lr": 0.5}
 
