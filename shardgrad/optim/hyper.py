@@ -167,22 +167,8 @@ class OptimGroup(dict[str, Any]):
         return [(name, value) for name, value in values if isinstance(value, torch.Tensor)]
 
     def __setitem__(self, key: str, value: Any) -> None:
-        """Assigns a value, and writes it to the mirrors on the current stream of each device.
-
-        Raises:
-            OptionError: the value is outside its range; nothing was changed.
-            CaptureError: a graph is being captured, each replay of which would write this value.
-        """
-        hyper = self._hypers.get(key)
-        numbers = hyper.numbers(value) if hyper is not None else None
-        self._validate(self._built_with, {**self, key: value})
-        if hyper is not None and numbers is not None:
-            for device, mirror in self._mirrors.items():
-                if is_capturing(device):
-                    self._refuse_capturing(key)
-                for i, number in enumerate(numbers):
-                    mirror[self._slots[key] + i].fill_(number)
-        super().__setitem__(key, value)
+        """Assigns a value; see `update`."""
+        self.update({key: value})
 
     def constants(self) -> Hashable:
         """Returns the host arguments of a launch, and the addresses of hyperparameters that are
@@ -191,21 +177,37 @@ class OptimGroup(dict[str, Any]):
         tensors = [(name, value.data_ptr()) for name, value in self._tensors()]
         return (*map(self.get, self._fixed), *tensors)
 
-    def check(self, values: Mapping[str, Any]) -> None:
+    def check(self, values: Mapping[str, Any]) -> dict[str, Sequence[float] | None]:
         """Checks values that are about to be assigned together, without assigning them.
+
+        Returns:
+            The mirror's numbers of the hyperparameters among them; None for tensors.
 
         Raises:
             OptionError: a value is outside its range, or the combination is not allowed.
         """
-        for key, value in values.items():
-            if key in self._hypers:
-                self._hypers[key].numbers(value)
+        hypers = self._hypers.items()
+        numbers = {key: hyper.numbers(values[key]) for key, hyper in hypers if key in values}
         self._validate(self._built_with, {**self, **values})
+        return numbers
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Assigns several keys, in order."""
-        for key, value in dict(*args, **kwargs).items():
-            self[key] = value
+        """Assigns several keys together, and writes them to the mirrors on the current stream of
+        each device.
+
+        Raises:
+            OptionError: a value is outside its range, or the combination is not allowed; nothing
+                was changed.
+            CaptureError: a graph is being captured, each replay of which would write these values.
+        """
+        values = dict(*args, **kwargs)
+        for key, numbers in self.check(values).items():
+            for device, mirror in self._mirrors.items():
+                for i, number in enumerate(numbers or ()):
+                    if is_capturing(device):
+                        self._refuse_capturing(key)
+                    mirror[self._slots[key] + i].fill_(number)
+        super().update(values)
 
     def __ior__(self, other: Any) -> OptimGroup:  # type: ignore[override,misc]
         self.update(other)
