@@ -110,6 +110,13 @@ def test_numbers_may_be_loaded_into_another_precision_and_into_no_other_kind(
         assert not ours["x"].any()
 
 
+def test_a_number_goes_into_a_tensor_of_one_and_the_reverse(tmp_path: Path) -> None:
+    checkpoint.save({"lr": torch.tensor(0.5), "eps": 0.25}, tmp_path / "c")
+    ours = {"lr": 0.0, "eps": (eps := torch.zeros(()))}
+    assert same(checkpoint.load(ours, tmp_path / "c"), {"lr": 0.5, "eps": torch.tensor(0.25)})
+    assert eps == 0.25
+
+
 def test_parts_are_loaded_only_when_they_are_named_optional(saved: Path) -> None:
     ours = {"model": {"weight": torch.zeros(ROWS, 1000), "new": torch.ones(2)}}
     with pytest.raises(CheckpointError, match=r"model\.new"):
@@ -286,11 +293,12 @@ def test_what_does_not_fit_is_named_all_of_it(saved: Path) -> None:
         model=wrong,
     )
     refused(saved, "more is missing, other is missing", more=1, other=torch.zeros(1))
-    refused(saved, r"step is a tensor .*, not a value", step=3)
+    refused(saved, r"step is a tensor .*, not a value", step="3")
+    refused(saved, r"nothing is a tensor .*, not a value", nothing=3)
     refused(
         saved,
-        "lr is a value, not a tensor",
-        groups=[state()["groups"][0] | {"lr": torch.zeros(())}],
+        "name is a value, not a tensor",
+        groups=[state()["groups"][0] | {"name": torch.zeros(())}],
     )
     ours = state(1)
     del ours["model"]["turned"]

@@ -26,6 +26,7 @@ from shardgrad.programs.text import listed, printable
 
 _State = TypeVar("_State", bound=Mapping[Any, Any])
 _ZIP = b"PK\x03\x04"
+_VALUE, _SCALAR = "a value", "a tensor of real numbers with shape ()"
 
 
 def load(
@@ -40,7 +41,9 @@ def load(
 
     Everything is checked before anything is changed: names, shapes, and with `verify` every byte of
     a checkpoint that has checksums. Of one that another tool wrote, damage is found, if at all,
-    while it is read. The number of ranks and the sharding may differ from those of the save.
+    while it is read. The number of ranks and the sharding may differ from those of the save. Where
+    one side has a number and the other a tensor of shape (), as a learning rate is in a graphed
+    step, the state keeps its kind.
 
     Args:
         state: a state of the structure that was saved. Its tensors are filled in place and keep
@@ -65,6 +68,8 @@ def load(
     folder = Path(folder)
     peers = Peers(group, where=folder)
     leaves: dict[str, Any] = {}
+    # The state's numbers for which the checkpoint has tensors, and the reverse.
+    of_other_kind: dict[str, Any] = {}
 
     def is_optional(name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in optional)
@@ -79,7 +84,14 @@ def load(
                 if not is_optional(name):
                     odd.append(f"{printable(name)} is missing")
             elif (wanted := _kind(leaf)) != (found := _kind(stored[name])):
-                odd.append(f"{printable(name)} is {found}, not {wanted}")
+                types = set()
+                if {wanted, found} == {_VALUE, _SCALAR}:
+                    one = {name: torch.empty((), dtype=torch.float64)}
+                    read(one, folder, metadata)
+                    leaves[name], of_other_kind[name] = one[name], leaf
+                    types = {type(leaf), type(one[name])}
+                if not types & {int, float}:
+                    odd.append(f"{printable(name)} is {found}, not {wanted}")
         _require_none(odd)
         return {name for name in stored.keys() - leaves.keys() if not is_optional(name)}
 
@@ -95,6 +107,9 @@ def load(
         mine = dict(sorted(manifest.items())[peers.rank :: peers.count])
         peers.together("verification", lambda: check(folder, mine))
     peers.together("reading", lambda: read(leaves, folder, metadata))
+    for name, leaf in of_other_kind.items():
+        number = leaves[name]
+        leaves[name] = leaf.fill_(number) if isinstance(leaf, torch.Tensor) else number.item()
     # So that autograd and the engine notice the change: a DTensor and its local tensor count
     # separately.
     increment_version([leaf for leaf in leaves.values() if isinstance(leaf, torch.Tensor)])
@@ -168,7 +183,7 @@ def _kind(entry: Any) -> str:
     elif isinstance(entry, torch.Tensor):
         shape, dtype = entry.shape, entry.dtype
     else:
-        return "a value"
+        return _VALUE
     numbers = "complex" if dtype.is_complex else "real" if dtype.is_floating_point else "whole"
     return f"a tensor of {numbers} numbers with shape {tuple(shape)}"
 
