@@ -34,10 +34,11 @@ def is_sharded(module: nn.Module) -> bool:
     return all(isinstance(param, DTensor) for param in module.parameters(recurse=False))
 
 
+@pytest.mark.parametrize("stage", [2, 3])
 @on_ranks(2)
-def test_unshard_shows_whole_parameters_until_reshard() -> None:
+def test_unshard_shows_whole_parameters_until_reshard(stage: int) -> None:
     whole = tower()
-    model = SHARDGRAD.shard_tower(tower())
+    model = SHARDGRAD.shard_tower(tower(), zero_stage=stage)
     assert model.unshard() is None
     assert torch.equal(model.head.weight, whole.head.weight)
     assert isinstance(model.layers[0].up.weight, DTensor)  # not recursive
@@ -49,6 +50,11 @@ def test_unshard_shows_whole_parameters_until_reshard() -> None:
     assert torch.equal(model.layers[0].up.weight, whole.layers[0].up.weight)
     model.layers[0].reshard()
     assert is_sharded(model.layers[0].up)
+    token_loss(model, SHARDGRAD.tokens(0)).backward()
+    torch.optim.SGD(model.parameters(), lr=1.0, foreach=True).step()
+    right = model.head.weight.full_tensor()
+    model.unshard()
+    assert torch.equal(model.head.weight, right)
 
 
 @on_ranks(2)

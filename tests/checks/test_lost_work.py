@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardgrad.errors import ForeignParameterError, GradientError
-from tests.support.parity import SHARDGRAD, stack
+from tests.support.parity import SHARDGRAD, hsdp_mesh, stack
 from tests.support.ranks import on_ranks
 
 
@@ -39,7 +39,7 @@ def test_a_step_before_the_reduction_is_refused() -> None:
 
 @on_ranks(2)
 def test_a_state_that_another_rank_has_saved_is_refused_by_the_next_step() -> None:
-    model = SHARDGRAD.shard_stack(stack(4, 6, 2))
+    model = SHARDGRAD.shard_stack(stack(4, 6, 2), mesh=hsdp_mesh(1, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     backward(model)
     optimizer.step()

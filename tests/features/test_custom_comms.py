@@ -122,6 +122,7 @@ def test_an_all_reduce_hook_sees_what_it_sees_under_fsdp2(
     )
     model = engine.shard_tower(tower(), **options)
     norms: list[torch.Tensor] = []
+    train(engine, model, steps=1)  # the hook comes later
 
     def hook(chunk: torch.Tensor) -> None:
         assert chunk.ndim == 1
