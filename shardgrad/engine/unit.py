@@ -151,6 +151,9 @@ class Unit:
         self.waiting_modules: set[nn.Module] = set()
         # Modules whose forward is running, the innermost last.
         self.running: list[nn.Module] = []
+        # Lists and dicts of which a running forward has copies: each with its copy, and by the id
+        # of what the copy held, that and what is held instead.
+        self.copies: list[tuple[Any, Any, dict[int, tuple[Any, Any]]]] = []
         # Hooks instead of a wrapper keep state dict names, `isinstance` and attributes unchanged.
         # `prepend` lets the program's own pre-forward hooks see unsharded parameters.
         self.hooks = [
@@ -272,9 +275,32 @@ class Unit:
         if spec is None:
             return tuple(leaves), kwargs
         watched, named = tree_unflatten(leaves, spec)
-        # Forward may write to a list or dict that its caller reads.
-        named = {name: _kept_or(kwargs[name], value) for name, value in named.items()}
-        return tuple(map(_kept_or, args, watched)), named
+        named = {name: self._passed(kwargs[name], value) for name, value in named.items()}
+        return tuple(map(self._passed, args, watched)), named
+
+    def _passed(self, given: Any, copy: Any) -> Any:
+        """Returns what forward gets of an argument: itself, or a copy whose tensors are watched.
+
+        Forward may write to a list or dict that its caller reads.
+        """
+        if all(map(is_, tree_leaves(given), tree_leaves(copy))):
+            return given
+        if isinstance(given, list | dict):
+            olds, news = (x.values() if isinstance(x, dict) else x for x in (given, copy))
+            originals = {id(new): (new, old) for new, old in zip(news, olds, strict=True)}
+            self.copies.append((given, copy, originals))
+        return copy
+
+    def _return_copies(self) -> None:
+        """Makes the caller's lists and dicts what forward has made of their copies."""
+        for given, copy, originals in self.copies:
+            if isinstance(given, list):
+                given[:] = [originals.get(id(each), (each, each))[1] for each in copy]
+            else:
+                given.clear()
+                for key, each in copy.items():
+                    given[key] = originals.get(id(each), (each, each))[1]
+        self.copies.clear()
 
     @outside_graphs
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -285,6 +311,8 @@ class Unit:
             recomputing, begins = _graph_task() != -1, []
             if not recomputing and self.running:  # empty if a registered method has called forward
                 self.running.pop()
+            if self.copies and not self.running:
+                self._return_copies()
             if torch.is_grad_enabled():
                 if is_transformed:
                     # The transform's graph has tensors of its own, and hooks on the outputs would
@@ -339,6 +367,7 @@ class Unit:
     def forward_failed(self, running: int) -> None:
         """Abandons forwards that raised: all but the first `running` of those that were running."""
         del self.running[running:]
+        self.copies.clear()
         if self.context is not None and self.context.forward_root is self and not self.running:
             # Dropping pending work may fail as well, for example in a collective or after a failed
             # capture. The program should see the first error.
@@ -523,14 +552,6 @@ class _InputsWatch(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         ctx.unit.post_backward(counted=ctx.counted)
         return (None, None, *grads)
-
-
-def _kept_or(given: Any, watched: Any) -> Any:
-    """Returns an argument itself, instead of a copy of its containers, if it has no tensor that is
-    watched.
-    """
-    is_same = all(map(is_, tree_leaves(given), tree_leaves(watched)))
-    return given if is_same else watched
 
 
 def _cast(dtype: torch.dtype, value: Any) -> Any:

@@ -106,7 +106,7 @@ class Tells(nn.Linear):
     """Writes to an argument."""
 
     def forward(self, x: Tensor, told: dict[str, Tensor]) -> Any:
-        told["x"] = x
+        told[f"unit {len(told)}"] = x
         return Result(super().forward(x))
 
 
@@ -115,11 +115,13 @@ class Told(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(5, 5), Tells(5, 5)
+        self.first, self.second = Tells(5, 5), Tells(5, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        told: dict[str, Tensor] = {}
-        return self.second(self.first(x), told).mean * told["x"]
+        told: dict[str, Tensor] = {"root": x}
+        result = self.second(self.first(x, told).values, told)
+        assert told["root"] is x
+        return result.mean * told["unit 1"] + told["unit 2"]
 
 
 @on_ranks(2)
