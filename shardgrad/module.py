@@ -326,9 +326,9 @@ class FSDPModule:
         """Resets the gradients of all parameters below, whether their units are sharded or
         unsharded.
 
-        Also drops gradients of micro-batches that wait unreduced on this rank. In plain torch they
-        would be in `.grad`. FSDP2 inherits torch's method, which resets the registered parameters
-        only, and keeps both.
+        Also drops gradients of micro-batches that wait unreduced on this rank, or whose reductions
+        are in flight. In plain torch they would be in `.grad`. FSDP2 inherits torch's method, which
+        resets the registered parameters only, and keeps both.
 
         Streams: writes zeros, if any, on the current stream.
         Capture: safe.

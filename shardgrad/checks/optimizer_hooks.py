@@ -11,7 +11,7 @@ The hooks do the following:
 
 * after a step, mark parameters that a unit keeps unsharded as stale (`ParamGroup.steps_taken`);
 * before a step, wait for all-gathers that a failed forward has left, since they read what the step
-  writes;
+  writes, and for reductions that a backward has left in flight, whose gradients the step reads;
 * inside a capture, refuse a step that a graph cannot repeat (`capturable_optimizers.py`), and fix
   the memory of gradients at its address, which the graph uses;
 * in the first step of each optimizer, check for parameters that it does not train
@@ -102,6 +102,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for group in groups:
             group.cancel_unshard()
             group.take_writes()
+            grads_of(group).join()
             shard = grads_of(group).shard
             if shard is not None:
                 refuse_replaced_data(shard)

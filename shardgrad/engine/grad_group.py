@@ -306,11 +306,21 @@ class GradGroup:
         self.requires_all_reduce = other.requires_all_reduce
         self.divide_factor = other.divide_factor
 
+    def join(self) -> None:
+        """Completes what a backward with `set_is_last_backward(False)` has left in flight; see
+        `ReductionScheduler.join`.
+
+        Called where all ranks do: a second step is a collective.
+        """
+        if self.scheduler is not None and self.scheduler.in_flight:
+            self.scheduler.join()
+
     def drop_waiting(self) -> None:
         """Drops waiting sums and gradients that the program has set on unsharded parameters.
 
         A reduction stays due, since other ranks may still have sums.
         """
+        self.join()  # it may leave a partial sum
         self.summed = ()
         self.partial.is_live = False
         for unsharded in self.unsharded:

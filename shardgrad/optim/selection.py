@@ -71,6 +71,7 @@ def gradients_of(group: ParamGroup, params: Iterable[torch.Tensor]) -> GradShard
     A frozen parameter to which the program assigned a gradient gets a place in the shard.
     """
     grads, attribute = grads_of(group), group.gradient_policy.attribute
+    grads.join()
     written = [param for param in params if getattr(param, attribute, None) is not None]
     if (grads.shard is None or not grads.shard.has_memory) and not written:
         return None

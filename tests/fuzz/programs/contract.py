@@ -134,13 +134,14 @@ class State:
             # It reduces on the CPU, which a backend for devices cannot.
             return not self._in_flight and not self.program.on_device
         if do in ("zero", "clip", "write"):
-            return not self._in_flight
+            is_joined = (do == "zero" and op.how == "model") or (do == "clip" and op.how != "torch")
+            return is_joined or not self._in_flight
         if do == "save" and self._removed:
             return False
         if do in ("step", "divide") and self._waiting:
             return False  # refused, or what is summed was divided
         if do in ("step", "poke", "save", *_SETTINGS):
-            return (do in _SETTINGS and not self._graphs) or self._is_quiet
+            return (do in ("step", *_SETTINGS) and not self._graphs) or self._is_quiet
         if do in ("load", "resume"):
             return (
                 self._saved
@@ -237,6 +238,8 @@ class State:
             self._all_reduce = bool(op.n)
         elif do == "last":
             self._is_last = bool(op.n)
+        elif do == "step" or (do == "zero" and op.how == "model"):
+            self._in_flight = False
         elif do == "save":
             self._saved = True
         elif do == "freeze":
@@ -264,7 +267,8 @@ class State:
             self._waiting = self._has_hooks = False
         if do in ("train", "backward", "partial", "input_grad", "hand") and op.how != "no_grad":
             self._in_flight = not self._is_last
-            stays = not (self._all_sync and self._all_reduce and self._is_last)
+            is_kept = not self._is_last and self.program.sharding.stage == 1
+            stays = is_kept or not (self._all_sync and self._all_reduce)
             self._waiting = stays or do == "hand"
 
 
