@@ -162,7 +162,7 @@ def _is_skipped(optimizer: Optimizer) -> bool:
     for param in params_of(optimizer):
         managed = managed_by(param)
         if managed is not None and (shard := grads_of(group_of(managed)).shard):
-            verdicts.add(shard.nonfinite)
+            verdicts.update(shard.verdicts([managed.sharded]))
     return any(verdicts)
 
 

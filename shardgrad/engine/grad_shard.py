@@ -25,11 +25,11 @@ these flags ([Note: Touched flags] in `grad_group.py`). If the program sets a gr
 assigns one, `settle` updates the flag before a kernel reads it.
 
 [Note: Verdicts]
-A norm that has checked whether gradients are finite stores the result here, for optimizers and loss
-scalers. It is valid for one version of each gradient. A reduction invalidates it, and so does a
-write by the program, which changes the version (torch's `zero_grad(set_to_none=False)`,
-`grad.mul_()`). The engine's own writes to one gradient change it as well; those to the flat memory,
-as when clipping multiplies it, do not.
+A norm that has checked whether gradients are finite stores the result here with each of them, for
+optimizers and loss scalers. It is valid for one version of the gradient. A reduction invalidates
+it, and so does a write by the program, which changes the version (torch's
+`zero_grad(set_to_none=False)`, `grad.mul_()`). The engine's own writes to one gradient change it as
+well; those to the flat memory, as when clipping multiplies it, do not.
 
 [Note: Memory of gradients]
 While all gradients of a shard are None, its memory would only raise the peak, which is often at the
@@ -75,8 +75,8 @@ __all__ = ["GradMemory", "GradShard", "HostState"]
 OWN = True
 Bound = bool | torch.Tensor | None
 
-# Per parameter, its `.grad`; `nonfinite`, and the places it covers; per parameter, its flag.
-HostState = tuple[tuple[Bound, ...], torch.Tensor | None, frozenset[int], tuple[bool, ...]]
+# Per parameter, its `.grad`; the verdicts by place; per parameter, its flag.
+HostState = tuple[tuple[Bound, ...], dict[int, torch.Tensor], tuple[bool, ...]]
 
 
 _VERSION = attrgetter("_version")
@@ -137,14 +137,14 @@ class GradShard:
         self.is_captured = False
         self._nothing = home.zeros(0, dtype)
         self.touched: tuple[bool, ...] = ()  # on this rank, in the last reduction; empty before it
-        # Float32 device scalar, above zero if an infinity or a NaN was found; None if unchecked.
-        self.nonfinite: torch.Tensor | None = None
         self._index = {id(param): i for i, param in enumerate(self.params)}
         # The flags, as far as the host knows them.
         self.flagged = [False] * len(self.params)
         self._seen: dict[tuple[bool, ...], tuple[bool, ...]] = {}
-        # The places that `nonfinite` covers, with the version of each gradient when it was checked.
-        self.judged: dict[int, int] = {}
+        # By place, a float32 device scalar, above zero if the norm that checked the gradient found
+        # an infinity or a NaN; and each gradient's version when it was checked.
+        self.judged: dict[int, torch.Tensor] = {}
+        self._judged_at = [0] * self.count
         # Flags that `decide` waits for, and the event of their arrival.
         self._told: tuple[torch.Tensor, StreamEvent] | None = None
         self.read: list[torch.Tensor] = []  # kept until the program's stream waits for a reduction
@@ -340,7 +340,6 @@ class GradShard:
         if self._told is not None or self._brought is not None:  # of a reduction not yet joined
             self.decide()
         self._part_with_kept(reader)
-        self.nonfinite = None
         self.judged.clear()
         # Usually all gradients are None, after zero_grad(): overwriting saves one pass that zeroes
         # and one that reads.
@@ -498,13 +497,19 @@ class GradShard:
             self._take_over(foreign)
         return [grad is not None for grad in gradients]
 
-    def judge(self, nonfinite: torch.Tensor | None, places: Iterable[int]) -> None:
+    def judge(self, nonfinite: torch.Tensor, places: Iterable[int]) -> None:
         """Stores a verdict on the gradients of these places, valid until the program writes to
         them.
         """
-        self.nonfinite = nonfinite
         versions = self._versions()
-        self.judged.update((place, versions[place]) for place in places)
+        for place in places:
+            self.judged[place], self._judged_at[place] = nonfinite, versions[place]
+
+    def verdicts(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns the verdicts on the gradients of these parameters, each verdict once."""
+        places = map(self.place_of, params)
+        found = [self.judged[place] for place in places if place in self.judged]
+        return list(dict.fromkeys(found))
 
     def _versions(self) -> list[int]:
         """Returns the version of each gradient, which changes with every write by the program."""
@@ -518,12 +523,10 @@ class GradShard:
         if self.judged:
             now, grads = self._versions(), self.bound()
             self.judged = {
-                place: version
-                for place, version in self.judged.items()
-                if version == now[place] and grads[place] is not None
+                place: verdict
+                for place, verdict in self.judged.items()
+                if self._judged_at[place] == now[place] and grads[place] is not None
             }
-            if not self.judged:
-                self.nonfinite = None
 
     def _require_sharded_alike(self, index: int, grad: torch.Tensor) -> DTensor:
         own = self.own[index]
@@ -547,7 +550,6 @@ class GradShard:
     def _take_over(self, foreign: Sequence[tuple[int, DTensor]]) -> None:
         """Copies assigned gradients into the shard and binds the shard's own instead."""
         self.allocate()
-        self.nonfinite = None
         self.judged.clear()
         # The program may have swapped gradients, in this model or between two, so memory that is
         # about to be overwritten may be another parameter's new gradient.
@@ -592,13 +594,13 @@ class GradShard:
         self.drop_stale_verdict()
         pairs = zip(self.bound(), self.own, strict=True)
         bound = tuple([OWN if grad is own else grad for grad, own in pairs])
-        return bound, self.nonfinite, frozenset(self.judged), tuple(self.flagged)
+        return bound, dict(self.judged), tuple(self.flagged)
 
     def restore(self, state: HostState) -> None:
         """Restores the host's knowledge of `state`; does not change device memory."""
-        bound, nonfinite, judged, flagged = state
-        self.judged, self.flagged = {}, list(flagged)
-        self.judge(nonfinite, judged)
+        bound, judged, flagged = state
+        self.judged, self.flagged = dict(judged), list(flagged)
+        self._judged_at = self._versions()
         for param, own, what in zip(self.params, self.own, bound, strict=True):
             grad = own if what is OWN else what
             if self._gradient_of(param) is not grad:

@@ -306,23 +306,21 @@ class ModuleState(Capturable):
             shard = grads.shard
             if shard is not None and shard.has_memory:
                 yield f"gradient shard of {unit}", shard.flat
-                if shard.nonfinite is not None:
-                    yield f"non-finite flag of the gradients of {unit}", shard.nonfinite
+                for verdict in shard.verdicts(shard.params):
+                    yield f"non-finite flag of gradients of {unit}", verdict
             for what, buffer in grads.buffers().items():
                 yield f"{what} of {unit}", buffer
 
 
 def _memory_of(shard: GradShard) -> Hashable:
-    """Returns the address of the gradients, if a graph may use it; the live flags; and the id of
-    the verdict ([Note: Verdicts] in `engine/grad_shard.py`), with the gradients that it covers.
-
-    Drops a verdict if all gradients are None.
+    """Returns the address of the gradients, if a graph may use it; the live flags; and the
+    verdicts ([Note: Verdicts] in `engine/grad_shard.py`), of which the stale ones are dropped.
     """
     shard.drop_stale_verdict()
     # Host memory is FIXED as well, but no graph uses it.
     is_known = shard.memory is GradMemory.FIXED and shard.stream is not None
     address = shard.flat.data_ptr() if is_known else 0
-    return address, tuple(shard.flagged), id(shard.nonfinite), frozenset(shard.judged)
+    return address, tuple(shard.flagged), frozenset(shard.judged.items())
 
 
 def _refuse_uncapturable_groups(groups: Iterable[ParamGroup]) -> None:

@@ -197,8 +197,7 @@ class FusedAdam(Optimizer):
         for param, local in self._locals.items():
             grad = views.get(id(param)) if managed_by(param) else plain_gradient(param)
             local.grad = grad if local.numel() else None
-        found = (chosen.shard.nonfinite for chosen in selections)
-        return [nonfinite for nonfinite in found if nonfinite is not None]
+        return [v for chosen in selections for v in chosen.shard.verdicts(self._locals)]
 
     def _scaler(self, nonfinite: list[torch.Tensor]) -> dict[str, Any]:
         """Returns the `grad_scaler` argument that tells a capturable step the gradients' scale and

@@ -543,7 +543,7 @@ class FlatOptimizer(Optimizer):
         """
         # torch's scaler sets the number 0, not a tensor, if it found no gradient.
         of_scaler = getattr(self, "found_inf", None)
-        verdicts_there = (of_scaler, *(launch.nonfinite for _, launch in launches))
+        verdicts_there = chain([of_scaler], *(launch.verdicts for _, launch in launches))
         found = {id(x): x for x in verdicts_there if isinstance(x, torch.Tensor)}
         if self._check_finite and launches and not isinstance(of_scaler, torch.Tensor):
             params = [param for segment, _ in launches for param in segment.params]

@@ -21,7 +21,7 @@ from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.transports import reaches
 from shardgrad.errors import GradientError, OptionError
-from shardgrad.optim.selection import Gradients, Selection
+from shardgrad.optim.selection import Gradients
 from shardgrad.sharding.param_sharding import groups_cut_over
 
 __all__ = ["find_nonfinite", "norm_of"]
@@ -46,8 +46,8 @@ def norm_of(
     Returns:
         (norm, nonfinite), device scalars, the same on every rank. `norm` is float64 if a gradient
         is, else float32. `nonfinite` is float32, above zero if any element or the norm is an
-        infinity or a NaN. The shards store `nonfinite`; a norm over some gradients of a shard keeps
-        the verdict on the others. The next norm of the same gradients overwrites it.
+        infinity or a NaN. The shards store `nonfinite` with each of these gradients. The next norm
+        of the same gradients overwrites it.
 
     Streams: the current stream, which waits for the collectives.
     Capture: safe once the process group has been used.
@@ -74,7 +74,7 @@ def norm_of(
         first = gradients.selections[0].shard
         nonfinite = _verdict_of(first, key, nonfinite.device).copy_(nonfinite)
     for selection in gradients.selections:
-        _remember(selection, nonfinite)
+        selection.shard.judge(nonfinite, selection.live)
     known = [selection.shard.flat for selection in gradients.selections] + gradients.plain
     is_double = any(grad.dtype == torch.float64 for grad in known)
     return norm.to(torch.float64 if is_double else torch.float32), nonfinite
@@ -88,19 +88,16 @@ def find_nonfinite(gradients: Gradients, device: torch.device) -> torch.Tensor:
 
     Streams and capture: as `norm_of`.
     """
-    verdicts = []
-    for selection in gradients.selections:
-        verdict = selection.shard.nonfinite
-        if verdict is not None and selection.shard.judged.keys() >= {*selection.live}:
-            verdicts.append(verdict)
-    if gradients.plain or not verdicts or len(verdicts) < len(gradients.selections):
+    live = [
+        (chosen.shard.judged, place) for chosen in gradients.selections for place in chosen.live
+    ]
+    if gradients.plain or not live or not all(place in judged for judged, place in live):
         return norm_of(gradients, math.inf, device)[1]
-    first, *others = {id(verdict): verdict for verdict in verdicts}.values()
+    first, *others = dict.fromkeys(judged[place] for judged, place in live)
     return sum(others, first)
 
 
-# By the first shard of a norm and the norm's selections; under None, the combined verdict of
-# several norms on the shard.
+# By the first shard of a norm and the norm's selections.
 _verdicts: WeakKeyDictionary[GradShard, dict[Hashable, torch.Tensor]] = WeakKeyDictionary()
 
 
@@ -114,15 +111,6 @@ def _verdict_of(shard: GradShard, key: Hashable, device: torch.device) -> torch.
         with torch.inference_mode(mode=False):
             known[key] = torch.zeros((), dtype=torch.float32, device=device)
     return known[key]
-
-
-def _remember(selection: Selection, nonfinite: torch.Tensor) -> None:
-    """Stores a verdict with the shard, combined with the one on other gradients of the shard."""
-    shard = selection.shard
-    if shard.nonfinite is not None and not shard.judged.keys() <= {*selection.places}:
-        own = _verdict_of(shard, None, nonfinite.device)
-        nonfinite = torch.maximum(shard.nonfinite, nonfinite, out=own)
-    shard.judge(nonfinite, selection.live)
 
 
 def _local_sums(gradients: Gradients, norm_type: float) -> _Sums:

@@ -52,8 +52,8 @@ class Launch(NamedTuple):
         rows: int64 table on the device; see `ops.segment_rows`.
         tiles: the number of tiles that `ops.segment_rows` returned.
         places: the rows of the table on the host.
-        nonfinite: device scalar, above zero if gradients are not finite; None if they were not
-            checked.
+        verdicts: device scalars, each above zero if some of these gradients are not finite; none if
+            they were not checked.
     """
 
     param: torch.Tensor
@@ -62,7 +62,7 @@ class Launch(NamedTuple):
     rows: torch.Tensor
     tiles: int
     places: Sequence[Row]
-    nonfinite: torch.Tensor | None
+    verdicts: Sequence[torch.Tensor]
 
 
 class _Segment(ABC):
@@ -237,7 +237,7 @@ class ShardedSegment(_Segment):
         table = self._table
         if table is None or table.shard is not shard:
             table = self._table = self._table_for(shard)
-        live = shard.settle()  # of the whole shard, since the verdict covers the whole shard
+        live = shard.settle()
         if not any(live[row.flag_index] for row in table.places):
             return None
         return Launch(
@@ -247,7 +247,7 @@ class ShardedSegment(_Segment):
             table.rows,
             table.tiles,
             table.places,
-            shard.nonfinite,
+            shard.verdicts(self.params),
         )
 
     def _memory_now(self) -> list[object]:
@@ -393,7 +393,7 @@ class PlainSegment(_Segment):
             rows,
             self._tiles,
             self._places,
-            None,
+            (),
         )
 
     def _require_in_use(self) -> None:

@@ -51,13 +51,18 @@ def test_the_scale_moves_as_torchs_whichever_of_two_optimizers_finds_an_infinity
     assert found[:6] == found[6:]
 
 
+@pytest.mark.parametrize("bad", [0, 2, None])
 @on_ranks(2)
-def test_two_optimizers_over_one_unit_take_the_scale_out_once() -> None:
+def test_two_optimizers_over_one_unit_take_the_scale_out_once(bad: int | None) -> None:
+    """The one with an infinite gradient skips, and the other does not."""
     model, scaler = build(), shardgrad.GradScaler("cpu", 1024.0)  # as torch.amp.GradScaler
     halves = [shardgrad.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 2)]
     right = build()
     SHARDGRAD.loss(right, 0, 5).backward()
     backward(model, scaler)
+    if bad is not None:
+        model[bad].weight.grad.mul_(math.inf)
+        right[bad].zero_grad(set_to_none=False)
     before = [p.to_local().clone() for p in model.parameters()]
     for optim in halves:
         scaler.step(optim)
