@@ -652,6 +652,9 @@ class GradGroup:
                 with streams.on(reduction.end):
                     try:
                         reduction.complete()
+                        if shard is not None:
+                            shard.run_hooks()
+                            route.done.record(reduction.end)
                     except BaseException:
                         # The scheduler does not know this reduction, so nothing else would release
                         # its slot.
@@ -911,12 +914,16 @@ class ReductionScheduler:
             self.join()
 
     def join(self) -> None:
-        """Completes every reduction in flight; the current stream waits for the gradients."""
+        """Completes every reduction in flight; the current stream waits for the gradients.
+
+        If the program's hooks raise, raises the first error once all of them are completed.
+        """
         # Launch all second steps before waiting for the first one, so that they overlap.
         for reduction in self.in_flight:
             if reduction.second is not None:
                 reduction.start_second_step()
         stream = self.comm_ctx.streams.current()
+        failed: BaseException | None = None
         for reduction in self.in_flight:
             reduction.complete()
             reduction.route.done.wait(stream)
@@ -925,9 +932,15 @@ class ReductionScheduler:
                 # Last, because the host waits here for flags from the device, or for gradients that
                 # are copied to it.
                 reduction.shard.decide()
+                try:
+                    reduction.shard.run_hooks()
+                except BaseException as error:
+                    failed = failed or error
         self.in_flight = []
         for ring in self.comm_ctx.rings:
             ring.rewind(stream)
+        if failed is not None:
+            raise failed
 
     def finish(self, grads: GradGroup) -> None:
         """Reduces a group's waiting gradients, and completes every reduction in flight.

@@ -147,6 +147,7 @@ class GradShard:
         self._judged_at = [0] * self.count
         # Flags that `decide` waits for, and the event of their arrival.
         self._told: tuple[torch.Tensor, StreamEvent] | None = None
+        self._hooked: list[torch.Tensor] = []  # parameters whose hooks are still to run
         self.read: list[torch.Tensor] = []  # kept until the program's stream waits for a reduction
         for param in self.params:
             if param.dtype != dtype and not policy.decoupled:
@@ -339,6 +340,7 @@ class GradShard:
         """
         if self._told is not None or self._brought is not None:  # of a reduction not yet joined
             self.decide()
+        self.run_hooks()
         self._part_with_kept(reader)
         self.judged.clear()
         # Usually all gradients are None, after zero_grad(): overwriting saves one pass that zeroes
@@ -373,8 +375,7 @@ class GradShard:
         self._brought.record(streams.current())
 
     def bind(self, touched: tuple[bool, ...], streams: Streams) -> None:
-        """Binds the gradients that were `touched` on this rank and runs hooks; `decide` binds
-        others.
+        """Binds the gradients that were `touched` on this rank; `decide` binds others.
 
         Streams: if some were not touched, copies the flags to the host on the current one.
         """
@@ -399,15 +400,23 @@ class GradShard:
                 continue
             if self._gradient_of(param) is not self.own[place]:
                 setattr(param, self.attribute, self.own[place])
-            # Autograd never accumulates into sharded parameters, so it does not run their hooks.
-            # FSDP2 runs them after its reduction, too.
-            hooks = param._post_accumulate_grad_hooks
-            if hooks:
-                if self._brought is not None:
-                    self._brought.wait_on_host()
-                with torch.no_grad():
-                    for hook in list(hooks.values()):
-                        hook(param)
+            if param._post_accumulate_grad_hooks:
+                self._hooked.append(param)
+
+    def run_hooks(self) -> None:
+        """Runs the program's hooks on the gradients bound since the last call.
+
+        Autograd never accumulates into sharded parameters, so it does not run their hooks. FSDP2
+        runs them after its reduction, too. A hook may raise: its reduction is over, and the
+        remaining hooks do not run, as in plain torch.
+        """
+        hooked, self._hooked = self._hooked, []
+        for param in hooked:
+            if self._brought is not None:
+                self._brought.wait_on_host()
+            with torch.no_grad():
+                for hook in list((param._post_accumulate_grad_hooks or {}).values()):
+                    hook(param)
 
     def decide(self) -> None:
         """Binds gradients that only other ranks had. Blocks the host until their flags arrive.
@@ -428,7 +437,7 @@ class GradShard:
 
     def unbind(self) -> None:
         """Sets the gradients of all parameters to None."""
-        self._told = None
+        self._told, self._hooked = None, []
         for param in self.params:
             setattr(param, self.attribute, None)
 

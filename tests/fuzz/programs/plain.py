@@ -124,23 +124,22 @@ class Plain(Script):
 
     def _average(self, names: list[str]) -> None:
         shapes = {name: self.params[name].shape for name in names}
+        flags = torch.tensor([float(name in self._waiting) for name in names], dtype=torch.float64)
         parts = [
-            self._waiting.get(name, torch.zeros(shape)).to(self._wire_dtype).double().reshape(-1)
+            self._waiting.pop(name, torch.zeros(shape)).to(self._wire_dtype).double().reshape(-1)
             for name, shape in shapes.items()
         ]
-        flags = torch.tensor([float(name in self._waiting) for name in names], dtype=torch.float64)
         summed = self._exchange(torch.cat([*parts, flags]))
         sums, flags = summed[: -len(names)], summed[-len(names) :]
         divisors = {n: by for unit, by in zip(self.units, self._divide, strict=True) for n in unit}
         totals = sums.split([shape.numel() for shape in shapes.values()])
         for name, total, flag in zip(names, totals, flags, strict=True):
-            self._waiting.pop(name, None)
             if flag == 0:
                 continue
             master, average = self.params[name], total.view(shapes[name]) / divisors[name]
             master.grad = average.clone() if master.grad is None else master.grad + average
-            if name in self._hooks:
-                master.grad.mul_(0.5)
+            for hook in (master._post_accumulate_grad_hooks or {}).values():
+                hook(master)
 
     def participate(self, op: Op) -> Seen:
         self.plan.by_rank = True

@@ -260,13 +260,19 @@ class Script(ABC):
         return {}
 
     def hook(self, op: Op) -> Seen:
-        """Halves a gradient whenever it has been reduced; once more takes the hook away."""
+        """Halves a gradient whenever it has been reduced, or refuses it; once more takes the hook
+        away.
+        """
         name = self._name(op.n)
         if name in self._hooks:
             self._hooks.pop(name).remove()
         else:
-            self._hooks[name] = self.params[name].register_post_accumulate_grad_hook(self._halve)
+            hook = self._refuse if op.how == "refuses" else self._halve
+            self._hooks[name] = self.params[name].register_post_accumulate_grad_hook(hook)
         return {}
+
+    def _refuse(self, param: Any) -> None:
+        raise ArithmeticError("a hook of the program refuses the gradient")
 
     def _halve(self, param: Any) -> None:
         if (gradient := self._gradient(param)) is not None:
