@@ -111,8 +111,8 @@ def graphed_step(
             the others fail or time out.
 
     Returns:
-        A decorator that turns a function into a `GraphedStep`. The next call overwrites the tensors
-        that a call returned.
+        A decorator that turns a function into a `GraphedStep`. The next call, of any step with the
+        same pool, overwrites the tensors that a call returned.
 
     Streams: a replay runs on the caller's current stream, after earlier calls. An eager step or a
         capture runs on the pool's stream: this stream first waits for the caller's, which waits for
