@@ -652,7 +652,7 @@ class GradGroup:
                 with streams.on(reduction.end):
                     try:
                         reduction.complete()
-                        if shard is not None:
+                        if shard is not None and shard.hooked:
                             shard.run_hooks()
                             route.done.record(reduction.end)
                     except BaseException:
@@ -933,7 +933,8 @@ class ReductionScheduler:
                 # are copied to it.
                 reduction.shard.decide()
                 try:
-                    reduction.shard.run_hooks()
+                    if reduction.shard.hooked:
+                        reduction.shard.run_hooks()
                 except BaseException as error:
                     failed = failed or error
         self.in_flight = []

@@ -114,6 +114,7 @@ class GradShard:
         own: the gradients, which exist even without memory.
         views: of `flat`, for each parameter, in its local shape.
         is_captured: a graph is being captured; see `look`.
+        hooked: parameters whose hooks are still to run; see `run_hooks`.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class GradShard:
         self._judged_at = [0] * self.count
         # Flags that `decide` waits for, and the event of their arrival.
         self._told: tuple[torch.Tensor, StreamEvent] | None = None
-        self._hooked: list[torch.Tensor] = []  # parameters whose hooks are still to run
+        self.hooked: list[torch.Tensor] = []
         self.read: list[torch.Tensor] = []  # kept until the program's stream waits for a reduction
         for param in self.params:
             if param.dtype != dtype and not policy.decoupled:
@@ -340,7 +341,8 @@ class GradShard:
         """
         if self._told is not None or self._brought is not None:  # of a reduction not yet joined
             self.decide()
-        self.run_hooks()
+        if self.hooked:
+            self.run_hooks()
         self._part_with_kept(reader)
         self.judged.clear()
         # Usually all gradients are None, after zero_grad(): overwriting saves one pass that zeroes
@@ -401,7 +403,7 @@ class GradShard:
             if self._gradient_of(param) is not self.own[place]:
                 setattr(param, self.attribute, self.own[place])
             if param._post_accumulate_grad_hooks:
-                self._hooked.append(param)
+                self.hooked.append(param)
 
     def run_hooks(self) -> None:
         """Runs the program's hooks on the gradients bound since the last call.
@@ -410,7 +412,7 @@ class GradShard:
         runs them after its reduction, too. A hook may raise: its reduction is over, and the
         remaining hooks do not run, as in plain torch.
         """
-        hooked, self._hooked = self._hooked, []
+        hooked, self.hooked = self.hooked, []
         for param in hooked:
             if self._brought is not None:
                 self._brought.wait_on_host()
@@ -437,7 +439,7 @@ class GradShard:
 
     def unbind(self) -> None:
         """Sets the gradients of all parameters to None."""
-        self._told, self._hooked = None, []
+        self._told, self.hooked = None, []
         for param in self.params:
             setattr(param, self.attribute, None)
 
