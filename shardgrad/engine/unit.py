@@ -14,8 +14,8 @@ by itself:
 | `Unit.post_backward` | all input gradients arrived | reshard, close the group's reduction |
 | `RootContext.end_backward` | end of autograd's backward | reduces the rest, waits for gradients |
 
-The next outermost forward clears an iteration that an exception cut short. An inner unit that runs
-first is the root of its own units; the real root later merges that context's state.
+The next outermost forward, or backward, clears an iteration that an exception cut short. An inner
+unit that runs first is the root of its own units; the real root later merges that context's state.
 
 Hooks on the parameters collect the gradients, not hooks on the module, so gradients are reduced
 whichever path the loss took.
@@ -401,7 +401,7 @@ class Unit:
             context.gather_through(None)
         scheduler = context.scheduler
         # Autograd does not report the start of a backward: the engine's first hook marks it.
-        if not scheduler.backward_running:
+        if not scheduler.is_alive:
             context.require_awake()
             scheduler.begin_backward(in_autograd=True)
         task = _graph_task()
@@ -604,7 +604,9 @@ class RootContext:
         self.root = self.units[0]
         self.grad_groups = [grads for unit in self.units for grads in unit.grad_groups]
         self.comm_ctx = comm_ctx
-        self.scheduler = ReductionScheduler(comm_ctx, self.grad_groups, self.end_backward)
+        self.scheduler = ReductionScheduler(
+            comm_ctx, self.grad_groups, self.end_backward, self.recover
+        )
         self.gather_through: Callable[[Unit | None], None] | None = None
         self.is_asleep = False
         self.post_optim_event: torch.Event | None = None

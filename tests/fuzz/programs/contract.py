@@ -78,19 +78,20 @@ class State:
         return not (self._graphs or self._in_flight)
 
     @property
+    def _settles(self) -> bool:
+        """A backward leaves nothing for later ones."""
+        return self._all_sync and self._all_reduce and self._is_last
+
+    @property
     def _is_reduced(self) -> bool:
-        return (
-            self._is_quiet
-            and not self._waiting
-            and self._all_sync
-            and self._all_reduce
-            and self._is_last
-        )
+        return self._is_quiet and self._settles and not self._waiting
 
     def allows(self, op: Op) -> bool:
         """Returns whether an operation may come next."""
         model, do = self.program.model, op.do
-        if self._failed and do not in (*_FORWARDS, "zero"):
+        # On a device, hooks warn of lost gradients on a thread that belongs to no rank.
+        cleared_by = (*_FORWARDS, "zero", "" if self.program.on_device else "backward")
+        if self._failed and do not in cleared_by:
             return False
         if self._failed and op.how == "zeros" and self.program.on_device:
             return False  # a hazard that harms no one: the next forward drops what is zeroed
@@ -127,7 +128,8 @@ class State:
         if do == "fail_forward":
             return bool(model.order)
         if do == "fail_backward":
-            return self._is_reduced and op.n < len(model.order) and not self._has_hooks
+            is_at_rest = self._settles and not (self._in_flight or self._waiting)
+            return is_at_rest and op.n < len(model.order) and not self._has_hooks
         if do == "look":
             return not self._in_flight
         if do == "clip" and op.how == "torch" and self.program.sharding.offload:
@@ -221,8 +223,9 @@ class State:
             "participate",
         ):
             self._ran = True
+        self._failed &= do not in (*_FORWARDS, "backward")
         if do in _FORWARDS:
-            self._failed = self._failed_forward = False
+            self._failed_forward = False
         if do == "forward":
             self._graphs += 1
         elif do == "backward" and op.how != "retain":
