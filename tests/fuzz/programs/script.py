@@ -418,7 +418,8 @@ class Script(ABC):
             self._former = self.kept(now)
         is_copied = op.how not in ("own", "former")
         self.load_model(copied(state) if is_copied else state, assign=True)
-        self._hooks.clear()
+        while self._hooks:  # new parameters have none
+            self._hooks.popitem()[1].remove()
         self.optimizer = self.make_optimizer()
         if op.how == "saved":
             self.optimizer.load_state_dict(copied(self._saved[1]))
