@@ -223,7 +223,7 @@ class Unit:
                     unit.unshard(context.comm_ctx)
             self.wait_for_unshard(context.comm_ctx)
         if self.input_dtype is not None:
-            args, kwargs = self.cast_inputs(args, kwargs)
+            args, kwargs = self.lend((args, kwargs), self.cast_inputs(args, kwargs))
         # Under `participate`, forwards without grad count too: reentrant checkpointing recomputes
         # them in backward.
         if not (torch.is_grad_enabled() or context.scheduler.enrolment is not None):
@@ -274,15 +274,20 @@ class Unit:
             leaves[place] = alias
         if spec is None:
             return tuple(leaves), kwargs
-        watched, named = tree_unflatten(leaves, spec)
-        named = {name: self._passed(kwargs[name], value) for name, value in named.items()}
-        return tuple(map(self._passed, args, watched)), named
+        return self.lend((args, kwargs), tree_unflatten(leaves, spec))
 
-    def _passed(self, given: Any, copy: Any) -> Any:
-        """Returns what forward gets of an argument: itself, or a copy whose tensors are watched.
+    def lend(self, given: _Arguments, copies: _Arguments) -> _Arguments:
+        """Returns what forward gets of its arguments: themselves, or copies with other tensors.
 
         Forward may write to a list or dict that its caller reads.
         """
+        (args, kwargs), (copied, named) = given, copies
+        named = {name: self._passed(kwargs[name], value) for name, value in named.items()}
+        return tuple(map(self._passed, args, copied)), named
+
+    def _passed(self, given: Any, copy: Any) -> Any:
+        if isinstance(given, torch.Tensor):
+            return copy
         if all(map(is_, tree_leaves(given), tree_leaves(copy))):
             return given
         if isinstance(given, list | dict):
@@ -293,7 +298,7 @@ class Unit:
 
     def _return_copies(self) -> None:
         """Makes the caller's lists and dicts what forward has made of their copies."""
-        for given, copy, originals in self.copies:
+        for given, copy, originals in reversed(self.copies):  # a copy may have been copied again
             if isinstance(given, list):
                 given[:] = [originals.get(id(each), (each, each))[1] for each in copy]
             else:
@@ -653,7 +658,8 @@ class RootContext:
         # As FSDP2's root does, move inputs from the host to the device.
         if device.type != "cpu":
             with span("inputs_to_device", unit.name):
-                (args,), (kwargs,) = _to_kwargs(args, kwargs, device, False)
+                (moved,), (named,) = _to_kwargs(args, kwargs, device, False)
+                args, kwargs = unit.lend((args, kwargs), (moved, named))
         self.forward_root, self._position = unit, 0
         if not self._order_frozen:
             self._order.clear()

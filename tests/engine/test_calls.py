@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import shardgrad
 from shardgrad.errors import ForeignParameterError
@@ -124,12 +125,15 @@ class Told(nn.Module):
         return result.mean * told["unit 1"] + told["unit 2"]
 
 
+@pytest.mark.parametrize("dtype", [None, torch.float64])
 @on_ranks(2)
 @as_unsharded
-def test_a_unit_writes_to_its_arguments_and_returns_what_it_likes(engine: Engine) -> Tensors:
+def test_a_unit_writes_to_its_arguments_and_returns_what_it_likes(
+    engine: Engine, dtype: torch.dtype | None
+) -> Tensors:
     torch.manual_seed(0)
-    model = Told()
-    engine.shard(model.first, model.second, model)
+    model, policy = Told(), MixedPrecisionPolicy(param_dtype=dtype)  # which casts inputs, too
+    engine.shard(model.first, model.second, model, mp_policy=policy)
     return train_squares(engine, model, 5)
 
 
