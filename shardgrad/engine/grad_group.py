@@ -731,7 +731,7 @@ def _collect(owner: weakref.ref[GradGroup], unsharded: torch.Tensor) -> None:
     if not unsharded.requires_grad:
         return
     scheduler = grads.scheduler
-    if not scheduler.is_alive:
+    if not scheduler.backward_running or scheduler.callback() is None:
         scheduler.begin_backward(in_autograd=True)
     is_last = grads.take(unsharded, grad, scheduler.comm_ctx.streams)
     if scheduler.enrolment is not None:
@@ -778,8 +778,8 @@ class ReductionScheduler:
         self._end_backward = end_backward
         self._recover = recover  # clears a backward that failed
         self.backward_running = False
-        # What autograd calls at the end of the running backward, and drops if it fails.
-        self._callback: Callable[[], object] = weakref.ref(self)
+        # Refers to what autograd calls at the end of a backward, and drops if that fails.
+        self.callback: Callable[[], object] = weakref.ref(self)
         self.is_last_backward = True  # False for a micro-batch that others follow
         # True from a backward with `create_graph=True`, whose graph reads parameters again, until
         # the end of one that retains no graph. Nothing is resharded in between.
@@ -817,23 +817,19 @@ class ReductionScheduler:
             grads.state = _NEXT[grads.state, COLLECTING]
             self._queue.append(grads)
 
-    @property
-    def is_alive(self) -> bool:
-        """True while a backward runs that has not failed; one inside of it is a part of it."""
-        return self.backward_running and self._callback() is not None
-
     def begin_backward(self, *, in_autograd: bool) -> None:
         """Fixes the order of this backward's reductions, once.
 
-        `in_autograd` says that an autograd hook calls. Clears a backward that failed, as the next
-        forward would: this may be the backward of an older one.
+        `in_autograd` says that an autograd hook calls. A backward inside of another is a part of
+        it. Clears a backward that failed, as the next forward would: this may be the backward of an
+        older one.
         """
-        if self.is_alive:
-            return
         if self.backward_running:
+            if self.callback() is not None:
+                return
             self._recover()
         self.backward_running = True
-        self._callback = weakref.ref(self)
+        self.callback = weakref.ref(self)
         # The program may have changed `requires_grad` at any time before, also inside a forward.
         for grads in self.groups:
             if grads.group.carry_requires_grad() is not grads.trainable or grads.holds_frozen:
@@ -849,7 +845,7 @@ class ReductionScheduler:
             # Autograd calls this at the end of the backward, whatever path the loss took.
             # Reductions do not depend on gradients of the root's outputs.
             callback = partial(self._end_backward)
-            self._callback = weakref.ref(callback)
+            self.callback = weakref.ref(callback)
             torch.autograd.Variable._execution_engine.queue_callback(callback)
             del callback  # a traceback may keep this frame
         # All ranks share the order of forwards, and so its reverse.

@@ -29,7 +29,6 @@ __all__ = [
     "keep_for_current_stream",
     "streams_for",
     "wait_for_device",
-    "wait_for_stream",
 ]
 
 # A stream is opaque to the engine: torch.Stream, or None where the device has none.
@@ -195,12 +194,6 @@ def streams_for(device: torch.device) -> Streams:
     if device.type in ("cpu", "meta"):
         return Streams()
     return AcceleratorStreams(device)
-
-
-def wait_for_stream(stream: torch.Stream, other: torch.Stream) -> None:
-    """Makes later work of `stream` wait for the work queued on `other` so far."""
-    if stream != other:
-        stream.wait_stream(other)
 
 
 def keep_for_current_stream(tensor: torch.Tensor) -> None:

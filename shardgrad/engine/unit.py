@@ -151,9 +151,9 @@ class Unit:
         self.waiting_modules: set[nn.Module] = set()
         # Modules whose forward is running, the innermost last.
         self.running: list[nn.Module] = []
-        # Lists and dicts of which a running forward has copies: each with its copy, and by the id
-        # of what the copy held, that and what is held instead.
-        self.copies: list[tuple[Any, Any, dict[int, tuple[Any, Any]]]] = []
+        # Lists and dicts of which a running forward has copies: each with its copy, what that held,
+        # and by the id of each of these, the original.
+        self.copies: list[tuple[Any, Any, list[Any], dict[int, Any]]] = []
         # Hooks instead of a wrapper keep state dict names, `isinstance` and attributes unchanged.
         # `prepend` lets the program's own pre-forward hooks see unsharded parameters.
         self.hooks = [
@@ -286,25 +286,23 @@ class Unit:
         return tuple(map(self._passed, args, copied)), named
 
     def _passed(self, given: Any, copy: Any) -> Any:
-        if isinstance(given, torch.Tensor):
-            return copy
         if all(map(is_, tree_leaves(given), tree_leaves(copy))):
             return given
         if isinstance(given, list | dict):
-            olds, news = (x.values() if isinstance(x, dict) else x for x in (given, copy))
-            originals = {id(new): (new, old) for new, old in zip(news, olds, strict=True)}
-            self.copies.append((given, copy, originals))
+            olds, news = (list(x.values() if isinstance(x, dict) else x) for x in (given, copy))
+            self.copies.append((given, copy, news, dict(zip(map(id, news), olds, strict=True))))
         return copy
 
     def _return_copies(self) -> None:
         """Makes the caller's lists and dicts what forward has made of their copies."""
-        for given, copy, originals in reversed(self.copies):  # a copy may have been copied again
+        # A copy may have been copied again.
+        for given, copy, _, originals in reversed(self.copies):
             if isinstance(given, list):
-                given[:] = [originals.get(id(each), (each, each))[1] for each in copy]
+                given[:] = [originals.get(id(each), each) for each in copy]
             else:
                 given.clear()
                 for key, each in copy.items():
-                    given[key] = originals.get(id(each), (each, each))[1]
+                    given[key] = originals.get(id(each), each)
         self.copies.clear()
 
     @outside_graphs
@@ -406,7 +404,7 @@ class Unit:
             context.gather_through(None)
         scheduler = context.scheduler
         # Autograd does not report the start of a backward: the engine's first hook marks it.
-        if not scheduler.is_alive:
+        if not scheduler.backward_running or scheduler.callback() is None:
             context.require_awake()
             scheduler.begin_backward(in_autograd=True)
         task = _graph_task()
@@ -520,7 +518,7 @@ class Unit:
                 require_data(group)
             group.reshard_if_stale()
 
-    def finish_backward(self, *, is_read_again: bool, is_last: bool) -> None:
+    def finish_backward(self, *, is_kept: bool, is_shown_sharded: bool) -> None:
         """Frees the unsharded parameters at the end of a backward, unless they are to be kept.
 
         After the last backward, modules show the sharded parameters in any case, which have the
@@ -528,9 +526,9 @@ class Unit:
         use the unsharded ones.
         """
         self.outstanding, self.open, self.has_unwatched = 0, 0, False
-        if self.reshard_after_backward and not is_read_again:
+        if self.reshard_after_backward and not is_kept:
             self.reshard()
-        elif is_read_again or is_last:
+        elif is_shown_sharded:
             self.show_sharded()
 
     def abandon(self) -> None:
@@ -849,7 +847,9 @@ class RootContext:
             for unit in self.units:
                 if not unit.running:  # else a forward differentiates a part of the model
                     is_kept = scheduler.reads_again or (unit.held and scheduler.retains_graph)
-                    unit.finish_backward(is_read_again=is_kept, is_last=is_last)
+                    unit.finish_backward(
+                        is_kept=is_kept, is_shown_sharded=scheduler.reads_again or is_last
+                    )
             scheduler.drain(wait=wait and is_last)
             self.ran_last = None
             self._wait_until_read()

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from shardgrad.engine.streams import Stream, wait_for_device, wait_for_stream
+from shardgrad.engine.streams import Stream, wait_for_device
 from shardgrad.errors import AsleepError, CaptureError, OptionError
 from shardgrad.ops.virtual_memory import VirtualPool
 from shardgrad.policies import SleepPolicy
@@ -122,8 +122,8 @@ class GraphPool:
         if self.stream is None:
             return
         before, self.caller = self.caller, torch.accelerator.current_stream(self.device.index)
-        if before is not None:
-            wait_for_stream(self.caller, before)
+        if before is not None and before != self.caller:
+            self.caller.wait_stream(before)
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -135,12 +135,12 @@ class GraphPool:
         if self.stream is None or self.caller is None:
             yield
             return
-        wait_for_stream(self.stream, self.caller)
+        self.stream.wait_stream(self.caller)
         try:
             with self.stream:
                 yield
         finally:
-            wait_for_stream(self.caller, self.stream)
+            self.caller.wait_stream(self.stream)
 
     @contextmanager
     def capture(self, generators: Sequence[torch.Generator]) -> Iterator[DeviceGraph]:
