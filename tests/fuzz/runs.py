@@ -8,12 +8,9 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import torch
 from hypothesis import strategies as st
 
-from shardgrad.graphs import preflight
 from shardgrad.programs.train.config import TrainConfig, read_settings, resumed
 from shardgrad.programs.train.failure import TrainingError
 from shardgrad.programs.train.texts import LIMIT_NBYTES, read_text
@@ -63,13 +60,6 @@ VARIABLES = st.one_of(
         }
     ),
 )
-
-
-def feed_environment(variables: dict[str, str]) -> str:
-    """What decides whether a graph can be captured."""
-    with mock.patch.dict(os.environ, variables):
-        list(preflight.environment_issues(torch.device("cuda")))
-    return "taken"
 
 
 # -- settings
@@ -158,7 +148,6 @@ def feed_text(case: tuple[list[str], str, int]) -> str:
 
 
 TARGETS = {
-    "environment": Target(VARIABLES, feed_environment),
     "saved settings": Target(CHANGES, feed_saved_settings),
     "file of settings": Target(SETTINGS_FILES, feed_settings_file),
     "text to train on": Target(TEXTS, feed_text),
