@@ -286,6 +286,9 @@ class Unit:
         return tuple(map(self._passed, args, copied)), named
 
     def _passed(self, given: Any, copy: Any) -> Any:
+        """Returns an argument if none of its tensors is another one in the copy; else the copy,
+        which `_return_copies` reads after forward.
+        """
         if all(map(is_, tree_leaves(given), tree_leaves(copy))):
             return given
         if isinstance(given, list | dict):

@@ -35,9 +35,8 @@ def test_an_optimizer_is_looked_at_again_after_its_parameters_were_sharded() -> 
     assert kept is not None
 
 
-@pytest.mark.parametrize("early", [True, False])
 @on_ranks(2)
-def test_an_optimizer_of_assigned_parameters_may_step_before_the_next_forward(early: bool) -> None:
+def test_an_optimizer_of_assigned_parameters_may_step_before_the_next_forward() -> None:
     """Its writes, which torch does not count, are seen although the parameters had no owner yet."""
     plain, model = stack(5, 3), SHARDGRAD.fully_shard(stack(5, 3), zero_stage=2)
     model(torch.ones(1, 5)).sum().backward()
@@ -48,8 +47,7 @@ def test_an_optimizer_of_assigned_parameters_may_step_before_the_next_forward(ea
     losses = []
     for each in (plain, model):
         optimizer = torch.optim.SGD(each.parameters(), lr=0.1, foreach=True)
-        if early:
-            optimizer.step()
+        optimizer.step()
         for _ in range(3):
             loss = each(torch.ones(1, 5)).square().sum()
             loss.backward()

@@ -32,16 +32,10 @@ def grid(*shape: int) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
-class Mlp(nn.Module):
+class Mlp(parity.Block):
     """A norm on sequence shards, one matrix cut by columns, one by rows; sizes that ranks do not
     divide.
     """
-
-    def __init__(self, width: int = WIDTH, hidden: int = 10) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, hidden)
-        self.down = nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(self.norm(x))))
@@ -49,7 +43,7 @@ class Mlp(nn.Module):
 
 def mlps(hidden: int = 10, seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(*(Mlp(hidden=hidden) for _ in range(2)))
+    return nn.Sequential(*(Mlp(WIDTH, hidden) for _ in range(2)))
 
 
 def parallelize(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
