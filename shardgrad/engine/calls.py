@@ -13,12 +13,11 @@ import torch
 from torch import nn
 
 from shardgrad.engine.param_group import ParamState
-from shardgrad.engine.unit import Unit
+from shardgrad.engine.unit import Unit, graph_task
 
 __all__ = ["forward_around", "like_forward"]
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-_graph_task: Callable[[], int] = torch._C._current_graph_task_id  # -1 outside backward
 
 
 def forward_around(module: nn.Module, unit: Unit, reader: nn.Module | None = None) -> None:
@@ -39,31 +38,28 @@ def forward_around(module: nn.Module, unit: Unit, reader: nn.Module | None = Non
     # that raises leaves its entry, because `after` does not run.
     calls: list[bool] = []
     is_hooked = False
-    is_inside = False  # the last call that backward may repeat was inside the unit's forward
+    # The dtypes of the inputs of those calls that backward may repeat.
+    repeated: set[tuple[torch.dtype, ...]] = set()
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
-        nonlocal is_hooked, is_inside
-        if unit.running or torch.compiler.is_compiling():
-            is_inside = True
+        nonlocal is_hooked
+        if unit.running or torch.compiler.is_compiling() or module not in unit.group_owning:
             return None
-        owner = unit.group_owning.get(module)
-        if owner is None:
-            return None
-        is_cut_short = False
-        if _graph_task() != -1:
-            # A recomputation repeats what the call did first. A call inside the unit's forward cast
-            # nothing.
-            if is_inside and unit.context is not None:
-                unit.unshard(unit.context.comm_ctx)
-                unit.wait_for_unshard(unit.context.comm_ctx)
-                return None
-        else:
-            # Backward does not repeat a call without grad, such as a metric between forward and
-            # backward.
-            is_inside = is_inside and not torch.is_grad_enabled()
-            owner.reshard_if_stale()
-            # The unit's forward has to clear a backward that was cut short.
-            is_cut_short = unit.context is not None and unit.context.scheduler.backward_running
+        given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+        dtypes = tuple(each.dtype for each in given)
+        context, owner = unit.context, unit.group_owning[module]
+        if context is not None and graph_task() != -1:
+            # A recomputation casts what the call has cast. A call inside the unit's forward, which
+            # arrives here too, has cast nothing; the unit has cast its inputs before.
+            unit.unshard(context.comm_ctx)
+            unit.wait_for_unshard(context.comm_ctx)
+            return unit.cast_inputs(args, kwargs) if dtypes in repeated else None
+        # A reentrant checkpoint runs without grad, as does a metric that nothing repeats.
+        if torch.is_grad_enabled() or any(each.requires_grad for each in given):
+            repeated.add(dtypes)
+        owner.reshard_if_stale()
+        # The unit's forward has to clear a backward that was cut short.
+        is_cut_short = context is not None and context.scheduler.backward_running
         gathers = is_cut_short or owner.state is not ParamState.UNSHARDED
         if gathers:  # no other call is open, or it would have unsharded
             calls.clear()
@@ -83,7 +79,7 @@ def forward_around(module: nn.Module, unit: Unit, reader: nn.Module | None = Non
                 unit.context.forward_root = None
 
     def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if unit.running or not calls or (is_inside and _graph_task() != -1):
+        if unit.running or not calls or graph_task() != -1:
             return None
         if calls.pop():
             unit.is_called_around = False

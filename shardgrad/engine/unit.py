@@ -55,6 +55,7 @@ __all__ = [
     "UNIT",
     "RootContext",
     "Unit",
+    "graph_task",
     "unit_of",
     "units_under",
 ]
@@ -68,7 +69,7 @@ _TENSORS = {torch.Tensor}  # the usual arguments, which need no `tree_flatten`
 
 # -1 unless autograd runs a backward on this thread. A forward is then a recomputation, or is called
 # by a hook.
-_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 @dataclass(slots=True)
@@ -198,7 +199,7 @@ class Unit:
         """Unshards the parameters. Returns the inputs, cast and with a node for their gradients."""
         # Activation checkpointing runs a forward again inside backward. That forward belongs to no
         # new iteration, is not counted, and prefetches nothing.
-        recomputing = _graph_task() != -1
+        recomputing = graph_task() != -1
         # A transform of `torch.func` would also transform an all-gather, which writes to memory
         # that it takes for a constant.
         is_transformed = peek_interpreter_stack() is not None
@@ -314,7 +315,7 @@ class Unit:
         context = self.context or self._lazy_init(self)
         is_transformed = peek_interpreter_stack() is not None
         with temporarily_clear_interpreter_stack() if is_transformed else NOTHING:
-            recomputing, begins = _graph_task() != -1, []
+            recomputing, begins = graph_task() != -1, []
             if not recomputing and self.running:  # empty if a registered method has called forward
                 self.running.pop()
             if self.copies and not self.running:
@@ -365,9 +366,7 @@ class Unit:
 
     def watch_call(self, output: Any) -> None:
         """Makes backward unshard the parameters for a call that did not unshard them itself."""
-        # The backward of a recomputation follows at once: nothing reshards in between.
-        is_plain = _graph_task() == -1 and peek_interpreter_stack() is None
-        if torch.is_grad_enabled() and is_plain:
+        if torch.is_grad_enabled() and peek_interpreter_stack() is None:
             self._watch_outputs(_tensors_with_grad(output), None)
 
     def forward_failed(self, running: int) -> None:
@@ -410,7 +409,7 @@ class Unit:
         if not scheduler.backward_running or scheduler.callback() is None:
             context.require_awake()
             scheduler.begin_backward(in_autograd=True)
-        task = _graph_task()
+        task = graph_task()
         # The hook runs for each output of the call, and a retained graph has several backwards.
         if begins := call.begun_in != task:
             call.begun_in = task
@@ -433,7 +432,7 @@ class Unit:
 
     def _pre_backward_of_base(self, call: _Call, grad: torch.Tensor) -> None:
         """Runs `pre_backward` unless an output's gradient already has."""
-        if call.begun_in != _graph_task():
+        if call.begun_in != graph_task():
             self.pre_backward(call, grad)
 
     @outside_graphs

@@ -27,14 +27,10 @@ from torch import nn
 
 from shardgrad.engine.grad_group import GradGroup
 from shardgrad.engine.lazy_init import lazy_init
-from shardgrad.engine.unit import RootContext, Unit, unit_of
+from shardgrad.engine.unit import RootContext, Unit, graph_task, unit_of
 from shardgrad.errors import ParticipationError
 
 __all__ = ["participate"]
-
-# Returns autograd's id of the innermost backward on this thread; -1 outside of backwards.
-_graph_task = torch._C._current_graph_task_id
-
 
 @contextmanager
 def participate(model: nn.Module) -> Iterator[None]:
@@ -131,7 +127,7 @@ class _Enrolment:
         arrives.
         """
         comes_in_parts = (
-            _graph_task() != self._task if self._is_used else not torch.is_grad_enabled()
+            graph_task() != self._task if self._is_used else not torch.is_grad_enabled()
         )
         if comes_in_parts:
             self._in_parts.add(grads)
@@ -167,7 +163,7 @@ class _Enrolment:
                 fix="one `with shardgrad.participate(model):` for each micro-batch",
             )
         self._is_used = True
-        self._task = _graph_task()
+        self._task = graph_task()
         return [grads for grads in self._groups if grads.params]
 
 
