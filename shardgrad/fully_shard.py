@@ -24,7 +24,6 @@ from shardgrad.checks.unowned_params import UnownedParams, note_ignored
 from shardgrad.compat.torch_views import show_to_torch, state_of
 from shardgrad.engine.calls import forward_around
 from shardgrad.engine.collect import (
-    Claim,
     collect,
     modules_under,
     refuse_unresolved_ties,
@@ -32,10 +31,19 @@ from shardgrad.engine.collect import (
 )
 from shardgrad.engine.comm_context import SecondStep
 from shardgrad.engine.lazy_init import lazy_init
-from shardgrad.engine.param import CLAIM, FSDPParam, is_extension, is_replaced, mark, unmark
-from shardgrad.engine.param_group import AllGather, GroupSpec, ParamGroup
+from shardgrad.engine.param_group import (
+    CLAIM,
+    AllGather,
+    FSDPParam,
+    GroupSpec,
+    ParamGroup,
+    is_extension,
+    is_replaced,
+    mark,
+    unmark,
+)
 from shardgrad.engine.tracing import NOTHING
-from shardgrad.engine.unit import UNIT, Unit, unit_of
+from shardgrad.engine.unit import UNIT, Unit, unit_of, units_under
 from shardgrad.errors import OptionError, unsupported
 from shardgrad.module import swap_class
 from shardgrad.ops.library import check_kernels
@@ -338,9 +346,9 @@ def _commit(
         from shardgrad.diagnosis.watchdog import watch_ranks
 
         watch_ranks(unit.mesh.device)
-    _take_inherited(original for original, _ in originals)
+    _take_inherited(unit, (original for original, _ in originals))
     for original, p in originals:
-        original.__dict__[CLAIM] = Claim(unit, p)
+        original.__dict__[CLAIM] = p
         p.sharded.__dict__.pop(CLAIM, None)  # copied, if an inner unit had claimed the original
         mark(p.sharded, p)
         p.register(p.sharded)
@@ -355,15 +363,15 @@ def _commit(
         swap_class(module)
 
 
-def _take_inherited(params: Iterable[nn.Parameter]) -> None:
+def _take_inherited(unit: Unit, params: Iterable[nn.Parameter]) -> None:
     """Removes from inner units the parameters that their common ancestor owns now."""
-    claims: list[Claim] = [p.__dict__[CLAIM] for p in params if is_replaced(p)]
-    taken = [claim.managed for claim in claims]
+    taken: list[FSDPParam] = [p.__dict__[CLAIM] for p in params if is_replaced(p)]
     for p in taken:
         unmark(p)
-    for inner in dict.fromkeys(claim.unit for claim in claims):
-        smaller = [group.without(taken) for group in inner.groups]
-        inner.set_groups([group for group in smaller if group is not None])
+    for inner in (each for module in unit.modules for each in units_under(module)):
+        if any(p.group in inner.groups for p in taken):
+            smaller = [group.without(taken) for group in inner.groups]
+            inner.set_groups([group for group in smaller if group is not None])
 
 
 def _install_hooks(unit: Unit, managed_modules: Sequence[nn.Module]) -> None:

@@ -279,15 +279,13 @@ class FSDPModule:
     ) -> None:
         """False accumulates gradients on each rank, in the reduce dtype, without communication."""
         for unit in self._units(recurse):
-            for grads in unit.grad_groups:
-                grads.requires_sync = requires_gradient_sync
-                grads.requires_all_reduce = requires_gradient_sync
+            unit.reductions.requires_sync = requires_gradient_sync
+            unit.reductions.requires_all_reduce = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """False, under HSDP, skips the all-reduce and keeps the reduce-scattered partial sum."""
         for unit in self._units(recurse):
-            for grads in unit.grad_groups:
-                grads.requires_all_reduce = requires_all_reduce
+            unit.reductions.requires_all_reduce = requires_all_reduce
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divides this unit's summed gradients by `factor` instead of the number of ranks.
@@ -302,8 +300,7 @@ class FSDPModule:
                 got=repr(factor),
                 fix="set_gradient_divide_factor(1.0) to sum instead of averaging",
             )
-        for grads in self._unit.grad_groups:
-            grads.divide_factor = float(factor)
+        self._unit.reductions.divide_factor = float(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Alias of `set_gradient_divide_factor`, which replaces it."""

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from shardgrad.engine.param import is_extension
+from shardgrad.engine.param_group import is_extension
 from shardgrad.errors import OptionError, OptionTypeError, UnsupportedParameterError, unsupported
 from shardgrad.policies import GradientPolicy, ParamDtypes, SleepPolicy
 from shardgrad.sharding.param_sharding import ParamSharding

@@ -23,7 +23,7 @@ from torch import optim
 from torch.optim.optimizer import Optimizer
 
 from shardgrad.checks.untrained_params import params_of
-from shardgrad.engine.param import managed_by
+from shardgrad.engine.param_group import managed_by
 from shardgrad.errors import CaptureError
 
 __all__ = ["refuse_uncapturable_step"]

@@ -20,8 +20,7 @@ from torch.optim.optimizer import Optimizer
 
 from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.grad_shard import GradShard
-from shardgrad.engine.param import managed_by
-from shardgrad.engine.param_group import ParamGroup
+from shardgrad.engine.param_group import ParamGroup, managed_by
 from shardgrad.errors import GradientError, listed
 from shardgrad.sharding.dtensor import require_own_shards
 

@@ -39,8 +39,7 @@ from shardgrad.checks.lost_work import refuse_replaced_data, refuse_unreduced, r
 from shardgrad.checks.unowned_params import warn_of_unowned
 from shardgrad.checks.untrained_params import check_first_step, concerns_unit, params_of
 from shardgrad.engine.grad_group import grads_of
-from shardgrad.engine.param import FSDPParam, managed_by
-from shardgrad.engine.param_group import ParamGroup, group_of
+from shardgrad.engine.param_group import FSDPParam, ParamGroup, managed_by
 from shardgrad.engine.streams import is_capturing
 from shardgrad.engine.tracing import outside_graphs
 
@@ -133,7 +132,7 @@ def _look_up(optimizer: Optimizer) -> _Watched:
     owners = list(map(managed_by, params))
     if watched.owners == owners:
         return watched
-    groups = dict.fromkeys(map(group_of, filter(None, owners)))
+    groups = dict.fromkeys(p.group for p in owners if p is not None)
     if not watched.has_warned and any(group.mesh.data_parallel_size > 1 for group in groups):
         watched.has_warned = warn_of_unowned(optimizer, _models)
     watched.owners, watched.groups = owners, list(map(weakref.ref, groups))

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from shardgrad.diagnosis.same_lines import largest, require_same_lines
-from shardgrad.engine.param import FSDPParam, local_of
+from shardgrad.engine.param_group import FSDPParam, local_of
 from shardgrad.engine.unit import Unit
 
 __all__ = ["compare_weights", "noting_weights"]

@@ -28,7 +28,7 @@ from torch.optim.optimizer import Optimizer
 
 from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.engine.collect import modules_under, params_under, tied_under
-from shardgrad.engine.param import IGNORED, is_replaced, is_unsharded_param
+from shardgrad.engine.param_group import IGNORED, is_replaced, is_unsharded_param
 from shardgrad.engine.unit import Unit, units_under
 from shardgrad.errors import UnownedParameterError, listed
 

@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer
 
 from shardgrad.checks.lost_work import refuse_hooks
 from shardgrad.engine.grad_group import grads_of
-from shardgrad.engine.param import (
+from shardgrad.engine.param_group import (
     FSDPParam,
     fsdp_param_of,
     is_replaced,
@@ -28,7 +28,6 @@ from shardgrad.engine.param import (
     local_of,
     managed_by,
 )
-from shardgrad.engine.param_group import group_of
 from shardgrad.errors import OptimizerParameterError, listed
 
 __all__ = [
@@ -48,7 +47,7 @@ class UntrainedParameterWarning(UserWarning):
 
 def _grad_of(managed: FSDPParam) -> torch.Tensor | None:
     """Returns the gradient that a unit has bound to its parameter, if there is one."""
-    attribute = group_of(managed).gradient_policy.attribute
+    attribute = managed.group.gradient_policy.attribute
     grad: torch.Tensor | None = getattr(managed.sharded, attribute, None)
     return grad
 
@@ -97,7 +96,7 @@ def check_first_step(optimizer: Optimizer) -> Callable[[Optimizer], bool]:
     training = [group for group in optimizer.param_groups if float(group.get("lr", 1.0)) != 0]
     for param in (param for group in training for param in group["params"]):
         managed = managed_by(param)
-        if managed is None or not group_of(managed).is_flat:
+        if managed is None or not managed.group.is_flat:
             continue  # a tensor subclass may not even have views
         grad = _grad_of(managed)
         if grad is not None:
@@ -161,7 +160,7 @@ def _is_skipped(optimizer: Optimizer) -> bool:
     verdicts = {getattr(optimizer, "found_inf", None)}
     for param in params_of(optimizer):
         managed = managed_by(param)
-        if managed is not None and (shard := grads_of(group_of(managed)).shard):
+        if managed is not None and (shard := grads_of(managed.group).shard):
             verdicts.update(shard.verdicts([managed.sharded]))
     return any(verdicts)
 

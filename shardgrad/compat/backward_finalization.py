@@ -38,7 +38,7 @@ class _Handle(GradientReductionHandle):
         context, self._context = self._context, None
         if context is not None:
             context.root.before_outermost_forward = self._before_outermost_forward
-            context.scheduler.join()
+            context.join()
 
 
 def _refuse_forward() -> NoReturn:
@@ -71,7 +71,7 @@ def set_is_last_backward(unit: Unit, is_last_backward: bool) -> None:
     if context in _manual:
         _manual[context] = is_last_backward
     else:
-        context.scheduler.is_last_backward = is_last_backward
+        context.is_last_backward = is_last_backward
 
 
 def set_manual(unit: Unit, enabled: bool) -> None:
@@ -86,7 +86,7 @@ def set_manual(unit: Unit, enabled: bool) -> None:
     if enabled == (context in _manual):
         return
     waiting = [grads.group.name for grads in context.grad_groups if grads.is_due]
-    if context.scheduler.backward_running or waiting:
+    if context.backward_running or waiting:
         raise BackwardFinalizationError(
             "set_manual_backward_finalization cannot change mode after backward starts",
             expected="a call before the first backward, or after finalize_backward()",
@@ -94,10 +94,10 @@ def set_manual(unit: Unit, enabled: bool) -> None:
             fix="model.finalize_backward() first" if not enabled else "call it before forward",
         )
     if enabled:
-        _manual[context] = context.scheduler.is_last_backward
-        context.scheduler.is_last_backward = False
+        _manual[context] = context.is_last_backward
+        context.is_last_backward = False
     else:
-        context.scheduler.is_last_backward = _manual.pop(context)
+        context.is_last_backward = _manual.pop(context)
 
 
 def finalize(unit: Unit, *, async_op: bool) -> GradientReductionHandle | None:
@@ -121,18 +121,18 @@ def finalize(unit: Unit, *, async_op: bool) -> GradientReductionHandle | None:
             expected="wait() on the handle that finalize_backward(async_op=True) returned",
             fix="handle.wait()",
         )
-    if context not in _manual or context.scheduler.backward_running:
+    if context not in _manual or context.backward_running:
         raise BackwardFinalizationError(
             "finalize_backward requires manual backward finalization, after backward has finished",
             expected="set_manual_backward_finalization(True) before forward",
             got="a running backward" if context in _manual else "automatic finalization",
             fix="model.set_manual_backward_finalization(True)",
         )
-    context.scheduler.is_last_backward = True
+    context.is_last_backward = True
     try:
         end_backward(context, wait=not async_op)
     finally:
-        context.scheduler.is_last_backward = False
+        context.is_last_backward = False
     return _Handle(context) if async_op else None
 
 
@@ -141,5 +141,5 @@ def end_backward(context: RootContext, *, wait: bool = True) -> None:
     """Ends a backward of several micro-batches outside autograd: reduces the gradients
     they left.
     """
-    context.scheduler.begin_backward(in_autograd=False)
+    context.begin_backward(in_autograd=False)
     context.end_backward(wait=wait)

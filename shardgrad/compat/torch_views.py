@@ -23,8 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPM
 from torch.utils.hooks import RemovableHandle
 
 from shardgrad.engine.lazy_init import lazy_init
-from shardgrad.engine.param import FSDPParam
-from shardgrad.engine.param_group import ParamGroup
+from shardgrad.engine.param_group import FSDPParam, ParamGroup
 from shardgrad.engine.unit import Unit
 from shardgrad.errors import unsupported
 

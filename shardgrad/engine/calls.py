@@ -59,7 +59,7 @@ def forward_around(module: nn.Module, unit: Unit, reader: nn.Module | None = Non
             repeated.add(dtypes)
         owner.reshard_if_stale()
         # The unit's forward has to clear a backward that was cut short.
-        is_cut_short = context is not None and context.scheduler.backward_running
+        is_cut_short = context is not None and context.backward_running
         gathers = is_cut_short or owner.state is not ParamState.UNSHARDED
         if gathers:  # no other call is open, or it would have unsharded
             calls.clear()

@@ -6,7 +6,6 @@ Everything is checked before anything is changed, so a call that raises leaves t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -14,7 +13,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from shardgrad.engine.param import CLAIM, IGNORED, FSDPParam, Owner, is_replaced, managed_by
+from shardgrad.engine.param_group import CLAIM, IGNORED, FSDPParam, Owner, is_replaced, managed_by
 from shardgrad.engine.unit import Unit, unit_of, units_under
 from shardgrad.errors import (
     AlreadyShardedError,
@@ -27,7 +26,6 @@ from shardgrad.errors import (
 from shardgrad.sharding.shardable import require_shardable
 
 __all__ = [
-    "Claim",
     "collect",
     "modules_under",
     "params_under",
@@ -52,14 +50,6 @@ _ENGINES: dict[type[Any], tuple[str, str]] = {
         "from shardgrad import fully_shard for every module, or shardgrad.patch()",
     ),
 }
-
-
-@dataclass(frozen=True)
-class Claim:
-    """The unit that took a parameter, and its `FSDPParam`."""
-
-    unit: Unit
-    managed: FSDPParam
 
 
 def validated(arg: Any) -> list[nn.Module]:
@@ -132,12 +122,11 @@ def collect(
     # A tied parameter belongs to the innermost unit that contains all its users, and is unsharded
     # while any of them runs. If this unit is not it, an ancestor takes the parameter, or the root's
     # first forward reports that there is none.
-    inner_units = {unit for module in modules for unit in units_under(module)}
+    inner_units = [unit for module in modules for unit in units_under(module)]
     for name, place, param in tied_under(modules):
-        claim: Claim = param.__dict__[CLAIM]
-        if claim.unit not in inner_units or param in ignored:
-            continue
-        found.setdefault(param, (name, [*claim.managed.owners]))[1].append(place)
+        claim: FSDPParam = param.__dict__[CLAIM]
+        if param not in ignored and any(claim.group in unit.groups for unit in inner_units):
+            found.setdefault(param, (name, [*claim.owners]))[1].append(place)
     return found
 
 
@@ -214,7 +203,7 @@ def refuse_unresolved_ties(units: Sequence[Unit]) -> None:
         raise TiedParameterError(
             f"parameter {name} is shared by units, none of which contains the others",
             expected="a unit that contains all of them, and so owns the parameter",
-            got=f"the same parameter as {param.__dict__[CLAIM].managed.name} in another unit",
+            got=f"the same parameter as {param.__dict__[CLAIM].name} in another unit",
             where=f"parameter {name}",
             fix="call shardgrad.fully_shard on a module that contains them, and run it as the root",
         )

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -68,12 +68,6 @@ class CommContext:
     def transport(self, group: dist.ProcessGroup) -> Transport:
         """Returns the transport of `group`, the same object each time."""
         return self.own_transport(group, partial(transport_for, group, self.device))
-
-    def memory(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
-        """Yields memory that the rings keep between steps, with its owner."""
-        for ring in self.rings:
-            owner = "all-gather staging" if ring is self.gather_ring else "reduction staging"
-            yield from ((owner, slot.bytes.untyped_storage()) for slot in ring.slots)
 
     def own_transport(self, key: Hashable, make: Callable[[], Transport]) -> Transport:
         """Returns a program's own transport, made at the first call for `key`."""

@@ -36,23 +36,22 @@ would act on zeros.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from itertools import repeat
 from operator import is_not, or_
 from typing import NoReturn, Protocol
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 import torch
-import torch.distributed as dist
 
 from shardgrad import ops
 from shardgrad.engine.buffers import Chunks
 from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.grad_shard import GradShard
-from shardgrad.engine.param import FSDPParam
-from shardgrad.engine.param_group import ParamGroup
+from shardgrad.engine.param_group import FSDPParam, ParamGroup
 from shardgrad.engine.reduction import PartialSum, ReduceRoute, Reduction
 from shardgrad.engine.streams import Stream, StreamEvent, Streams, keep_for_current_stream
 from shardgrad.engine.tracing import NOTHING, outside_graphs, span
@@ -64,15 +63,15 @@ __all__ = [
     "GradGroup",
     "GradState",
     "ReductionScheduler",
+    "ReductionSettings",
     "grads_of",
 ]
 
 # By the id of the ParamGroup, which the GradGroup keeps alive.
 _of: WeakValueDictionary[int, GradGroup] = WeakValueDictionary()
 
-# Tails of chunks, which similar groups share; by the process group of their shards.
-_tails: WeakKeyDictionary[dist.ProcessGroup, WeakValueDictionary[object, torch.Tensor]]
-_tails = WeakKeyDictionary()
+# Tails of chunks, which similar groups share.
+_tails: WeakValueDictionary[object, torch.Tensor] = WeakValueDictionary()
 
 
 def grads_of(group: ParamGroup) -> GradGroup:
@@ -119,30 +118,38 @@ _NEXT = _Transitions(
 _HOOKED = "_shardgrad_hooked"
 # Whether the backward on this thread was called with `retain_graph=True`.
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
-# Attributes that decide on the host what a backward does, besides `partial.is_live`: settings, and
-# gradients that wait. All are hashable; every replay compares them.
-SWITCHES = (
-    "requires_sync",
-    "requires_all_reduce",
-    "divide_factor",
-    "is_due",
-    "summed",
-)
+# Attributes that decide on the host what a backward does, besides `settings` and
+# `partial.is_live`: gradients that wait. All are hashable; every replay compares them.
+SWITCHES = ("is_due", "summed")
+
+
+@dataclass
+class ReductionSettings:
+    """What a program has set for the reductions of a unit.
+
+    Attributes:
+        requires_sync: False sums gradients on this rank, in a buffer of the reduce dtype.
+        requires_all_reduce: False (HSDP) keeps the partial sum of the reduce-scatter.
+        divide_factor: divides the sum over ranks; None for the number of ranks.
+    """
+
+    requires_sync: bool = True
+    requires_all_reduce: bool = True
+    divide_factor: float | None = None
 
 
 class GradGroup:
     """Collects one group's gradients and reduces them into its gradient shard; see `grads_of`.
 
     Attributes:
-        requires_sync: False sums gradients on this rank, in a buffer of the reduce dtype.
-        requires_all_reduce: False (HSDP) keeps the partial sum of the reduce-scatter.
-        divide_factor: divides the sum over ranks; None for the number of ranks.
+        settings: those of the unit.
         params: the parameters with a place in the gradient layout, in order; see
             `refresh_trainable`.
         layout: of `params`, with a tail.
         shard: the gradient shard; None before the first reduction or after parameters were
             replaced.
-        trainable: the group's `trainable` when places were last assigned.
+        trainable: the group's `trainable` when places were last assigned; () before, and for
+            parameters that replace others.
         holds_frozen: some of `params` do not require grad.
         unsharded: the unsharded parameters of `params`, once they exist.
         hooked: the group's `trainable` when hooks were last installed.
@@ -162,11 +169,9 @@ class GradGroup:
         tails: the tails used so far, by the stream that read them and by their flags.
     """
 
-    def __init__(self, group: ParamGroup) -> None:
+    def __init__(self, group: ParamGroup, settings: ReductionSettings) -> None:
         self.group = group
-        self.requires_sync = True
-        self.requires_all_reduce = True
-        self.divide_factor: float | None = None
+        self.settings = settings
         self.state = IDLE
         self.waits_for_unit = False
         self.is_due = False
@@ -176,7 +181,6 @@ class GradGroup:
         self._route: ReduceRoute
         self.trainable: tuple[bool, ...] = ()
         self.holds_frozen = False
-        self._is_placed = False  # places were assigned to these parameters
         self._second = None if group.spec.second_step is None else group.spec.second_step()
         self.pack_stream: Stream = None
         self.read_on: dict[Stream, None] = {}
@@ -196,8 +200,8 @@ class GradGroup:
         gradients wait. One that begins to require grad gets a place. Waiting gradients are reduced
         first, because they were packed with the old layout.
         """
-        trainable = self.group.carry_requires_grad()
-        is_new, self._is_placed = not self._is_placed, True
+        # First, because waiting gradients are reduced in their former places below.
+        is_new, self.trainable = not self.trainable, self.group.carry_requires_grad()
         # Clipping and the optimizer have to find an existing gradient, also if its parameter was
         # frozen since.
         params, attribute = self.group.params, self.group.gradient_policy.attribute
@@ -214,8 +218,7 @@ class GradGroup:
             self._place(placed)
         else:
             self.hook()  # for those that require grad again
-        self.trainable = trainable
-        self.holds_frozen = len(placed) != sum(trainable)
+        self.holds_frozen = len(placed) != sum(self.trainable)
 
     def _refuse_in_capture(self, placed: list[FSDPParam]) -> NoReturn:
         """Refuses a new layout inside a capture, because its tables are copied from the host."""
@@ -258,7 +261,7 @@ class GradGroup:
 
     def params_replaced(self) -> None:
         """Drops what was laid out for former parameters."""
-        self._is_placed = False
+        self.trainable = ()
         self._leave_shard()
 
     def hook(self) -> None:
@@ -286,7 +289,7 @@ class GradGroup:
 
     def require_shard(self) -> GradShard:
         """Returns the gradient shard, created at the first call; it may have no memory yet."""
-        if not self._is_placed:
+        if not self.trainable:
             self.refresh_trainable()
         if self.shard is None:
             with torch.inference_mode(mode=False):  # the shard is for training
@@ -299,12 +302,6 @@ class GradGroup:
     def is_reduced(self) -> bool:
         """True if this backward has sent the gradients instead of adding them to waiting sums."""
         return self.state is SENT and not self.is_due
-
-    def follow(self, other: GradGroup) -> None:
-        """Copies the program's settings, which are equal for all groups of a unit."""
-        self.requires_sync = other.requires_sync
-        self.requires_all_reduce = other.requires_all_reduce
-        self.divide_factor = other.divide_factor
 
     def join(self) -> None:
         """Completes what a backward with `set_is_last_backward(False)` has left in flight; see
@@ -334,16 +331,6 @@ class GradGroup:
         if self.partial.live is not None:
             found["partial sum of gradients"] = self.partial.live
         return found
-
-    def memory(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
-        """Yields memory that is kept for gradients between steps, with its owner."""
-        if self.shard is not None and self.shard.has_memory:
-            yield "gradients", self.shard.flat.untyped_storage()
-        yield "unreduced gradients", self.sums.untyped_storage()
-        if self.partial.live is not None:
-            yield "unreduced gradients", self.partial.live.untyped_storage()
-        for tail in self.tails.values():
-            yield "tails", tail.untyped_storage()
 
     def known_to_graph(self) -> object:
         """Returns the objects whose memory a graph may use, for the graph to keep alive."""
@@ -587,13 +574,12 @@ class GradGroup:
         if tail is None:
             mesh, numel = self.group.mesh, self.layout.tail_numel
             dtype = self._nothing.dtype if self._nothing.is_floating_point() else torch.float32
-            shared = _tails.setdefault(mesh.shard_group, WeakValueDictionary())
-            key = flags, numel, dtype, mesh.device
-            tail = shared.get(key)
+            key = mesh.shard_group, flags, numel, dtype, mesh.device
+            tail = _tails.get(key)
             if tail is None:
                 chunk = torch.tensor(flags + (False,) * (numel - len(flags)), dtype=dtype)
                 # One copy from the host for each pattern of flags; a training run has few.
-                tail = shared[key] = chunk.repeat(mesh.shard_size).to(mesh.device)
+                tail = _tails[key] = chunk.repeat(mesh.shard_size).to(mesh.device)
             self.tails[place] = tail
             # Another group may have created it on another stream, and the last user drops it.
             keep_for_current_stream(tail)
@@ -616,11 +602,12 @@ class GradGroup:
             # Without gradients, nothing orders the forward's pack stream before this backward.
             self.pack_stream = streams.current()
         # Each step calls this for each group, so keep the route until an argument changes.
-        made_for = comm_ctx, group.collectives, self.divide_factor, group.reduce_tag
+        factor = self.settings.divide_factor
+        made_for = comm_ctx, group.collectives, factor, group.reduce_tag
         if self._route_made_for != made_for:
             self._route_made_for = made_for
             self._route = ReduceRoute(
-                group, self.params, self.layout, self._second, self.divide_factor, comm_ctx
+                group, self.params, self.layout, self._second, factor, comm_ctx
             )
         route = self._route
         shard = None  # without the second step, only a partial sum remains
@@ -759,24 +746,18 @@ class Enrolment(Protocol):
 
 
 class ReductionScheduler:
-    """Decides the order of reductions under one root. See [Note: Order of reductions].
+    """The part of a root's context that runs backwards, and decides the order of reductions under
+    the root: see [Note: Order of reductions].
 
     Attributes:
-        groups: those under the root, in construction order.
+        grad_groups: those under the root, in construction order.
+        entered: those whose units ran a forward with grad enabled, in that order, and no backward
+            since: the next backward reduces them.
     """
 
-    def __init__(
-        self,
-        comm_ctx: CommContext,
-        groups: Sequence[GradGroup],
-        end_backward: Callable[[], None],
-        recover: Callable[[], None],
-    ) -> None:
+    def __init__(self, comm_ctx: CommContext, grad_groups: Sequence[GradGroup]) -> None:
         self.comm_ctx = comm_ctx
-        self.groups = groups
-        # Called once, when autograd ends a backward whose start was seen.
-        self._end_backward = end_backward
-        self._recover = recover  # clears a backward that failed
+        self.grad_groups = grad_groups
         self.backward_running = False
         # Refers to what autograd calls at the end of a backward, and drops if that fails.
         self.callback: Callable[[], object] = weakref.ref(self)
@@ -786,23 +767,17 @@ class ReductionScheduler:
         self.reads_again = False
         self.keeps_graph = False
         self.retains_graph = False  # this backward was called with `retain_graph=True`
-        # Those whose units ran a forward with grad enabled, in that order, and no backward since.
-        self._entered: dict[GradGroup, None] = {}
+        self.entered: dict[GradGroup, None] = {}
         self._queue: list[GradGroup] = []  # the last is reduced first
         self.in_flight: list[Reduction] = []  # launched by completed backwards
         self._launched: list[Reduction] = []  # by the running backward
         self.enrolment: Enrolment | None = None  # None: a backward reduces the groups that entered
 
-    def enter(self, grads: GradGroup) -> None:
-        """Records that a unit entered forward with grad enabled: this backward reduces
-        its group.
-        """
-        if self.enrolment is not None:
-            self.enrolment.note(grads)
-        if self.backward_running:
-            self.expect(grads)
-        else:
-            self._entered[grads] = None
+    def end_backward(self) -> None:
+        """Called once, when autograd ends a backward whose start was seen; see `RootContext`."""
+
+    def recover(self) -> None:
+        """Clears a backward that failed; see `RootContext`."""
 
     def expect(self, grads: GradGroup) -> None:
         """Queues a group that backward has reached without a recorded forward; it is reduced next.
@@ -827,11 +802,11 @@ class ReductionScheduler:
         if self.backward_running:
             if self.callback() is not None:
                 return
-            self._recover()
+            self.recover()
         self.backward_running = True
         self.callback = weakref.ref(self)
         # The program may have changed `requires_grad` at any time before, also inside a forward.
-        for grads in self.groups:
+        for grads in self.grad_groups:
             if grads.group.carry_requires_grad() is not grads.trainable or grads.holds_frozen:
                 grads.refresh_trainable()
         # Hooks run with grad enabled if backward creates a graph. A backward of such a graph may
@@ -844,17 +819,17 @@ class ReductionScheduler:
         if in_autograd:
             # Autograd calls this at the end of the backward, whatever path the loss took.
             # Reductions do not depend on gradients of the root's outputs.
-            callback = partial(self._end_backward)
+            callback = partial(self.end_backward)
             self.callback = weakref.ref(callback)
             torch.autograd.Variable._execution_engine.queue_callback(callback)
             del callback  # a traceback may keep this frame
         # All ranks share the order of forwards, and so its reverse.
         self._queue = []
-        for grads in self._entered:
+        for grads in self.entered:
             if grads.params:
                 grads.state = _NEXT[grads.state, COLLECTING]
                 self._queue.append(grads)
-        self._entered.clear()
+        self.entered.clear()
         if self.enrolment is not None:
             # Under `participate`, every rank reduces the groups that any rank has run.
             self._queue = self.enrolment.begin()
@@ -881,8 +856,9 @@ class ReductionScheduler:
         # Zero-bubble schedules write gradients of unsharded parameters without autograd's hooks.
         grads.collect_written(self.comm_ctx.streams)
         only_sums = grads.group.stage.sums_unsharded and not self.is_last_backward
-        if grads.requires_sync and not only_sums:
-            reduction = grads.launch(self.comm_ctx, all_reduces=grads.requires_all_reduce)
+        if grads.settings.requires_sync and not only_sums:
+            all_reduces = grads.settings.requires_all_reduce
+            reduction = grads.launch(self.comm_ctx, all_reduces=all_reduces)
             # At most two groups' gradients exist at once, those being sent and the next ones: end
             # the reduction before, if it still keeps zero-copy gradients alive.
             earlier = self._launched[-1] if self._launched else None
@@ -910,7 +886,7 @@ class ReductionScheduler:
             self._reduce(self._queue.pop())
         for reduction in self.in_flight:
             reduction.start_second_step()  # may leave a partial sum, or include the earlier one
-        for grads in self.groups:
+        for grads in self.grad_groups:
             # These groups have gradients although their unit did not enter forward, for example
             # after `unshard()` by hand; or the program has written them; or earlier backwards have
             # left some.
@@ -973,9 +949,9 @@ class ReductionScheduler:
     def inherit(self, other: ReductionScheduler) -> None:
         """Takes over groups that entered forward under another root and now belong to this one."""
         # Units outside the new root keep their old root.
-        for grads in [grads for grads in other._entered if grads.scheduler is self]:
-            del other._entered[grads]
-            self._entered[grads] = None
+        for grads in [grads for grads in other.entered if grads.scheduler is self]:
+            del other.entered[grads]
+            self.entered[grads] = None
         self.in_flight += other.in_flight
         # A graph created under the other root may read parameters of this one again.
         self.reads_again |= other.reads_again
@@ -990,20 +966,20 @@ class ReductionScheduler:
         launched, self._launched = self._launched, []
         mixed = {reduction.name for reduction in launched if reduction.abandon()}
         lost: dict[str, None] = {}
-        for grads in self.groups:
+        for grads in self.grad_groups:
             if grads.abandon_backward() or grads.group.name in mixed:
                 lost[grads.group.name] = None
             grads.end_backward()
         return list(lost)
 
-    def abort(self) -> None:
+    def drop_reductions(self) -> None:
         """Drops everything that is not in a gradient shard, and this backward's writes to
         shards.
         """
         for reduction in self.in_flight:
             reduction.abandon()
         self.in_flight = []
-        self._entered.clear()
+        self.entered.clear()
         self.abandon_backward()
         for ring in self.comm_ctx.rings:
             ring.rewind()

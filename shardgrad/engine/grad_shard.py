@@ -61,8 +61,7 @@ import torch.distributed as dist
 from torch._C import DisableTorchFunctionSubclass
 from torch.distributed.tensor import DTensor
 
-from shardgrad.engine.param import FSDPParam
-from shardgrad.engine.param_group import ParamGroup
+from shardgrad.engine.param_group import FSDPParam, ParamGroup
 from shardgrad.engine.streams import Stream, StreamEvent, Streams, keep_for_current_stream
 from shardgrad.errors import ForeignParameterError
 from shardgrad.sharding.dtensor import dtensor_like, in_own_storage, storages_of

@@ -44,11 +44,11 @@ def lazy_init(unit: Unit) -> RootContext:
     for each in units:
         each.context = context
         for grads in each.grad_groups:
-            grads.scheduler = context.scheduler
+            grads.scheduler = context
     # An inner unit that ran before was a root itself, with forwards and reductions of its own.
     # Merge them in the order of names, which all ranks share.
     for other in sorted(earlier, key=lambda c: c.root.name):
-        context.scheduler.inherit(other.scheduler)
+        context.inherit(other)
     return context
 
 

@@ -1,4 +1,4 @@
-"""Parameter groups: parameters that share one collective, and their state.
+"""Parameters, and groups of those that share one collective, with their state.
 
 A group has one of FSDP2's sharded states, which say what its modules register:
 
@@ -26,11 +26,11 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import chain
-from operator import attrgetter, is_, is_not
+from operator import attrgetter, is_
 from typing import ClassVar
 
 import torch
@@ -44,14 +44,13 @@ from torch.distributed.tensor import DTensor
 from shardgrad import ops
 from shardgrad.engine.buffers import Chunks, PieceSize, RecurringMemory
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext, SecondStep
-from shardgrad.engine.param import FSDPParam, local_of, mark
 from shardgrad.engine.streams import Stream, StreamEvent, Streams, keep_for_current_stream
 from shardgrad.engine.tracing import NOTHING, span
 from shardgrad.engine.transports import MessageTag, Work
 from shardgrad.errors import LostWorkWarning, listed
 from shardgrad.ops.movement import unpack_rows
 from shardgrad.policies import REDUCES_IN_GRAD_DTYPE, GradientPolicy
-from shardgrad.sharding.dtensor import in_own_storage, storages_of
+from shardgrad.sharding.dtensor import in_own_storage, local_of, storages_of
 from shardgrad.sharding.layout import ShardLayout, alignment_numel
 from shardgrad.sharding.mesh import DataParallelMesh
 from shardgrad.sharding.offload import ShardMemory
@@ -61,19 +60,31 @@ from shardgrad.sharding.zero_copy import is_zero_copy
 from shardgrad.sharding.zero_stage import Stage
 
 __all__ = [
+    "CLAIM",
+    "IGNORED",
     "AllGather",
+    "FSDPParam",
     "GroupSpec",
+    "Owner",
     "ParamGroup",
     "ParamState",
     "Registration",
     "UnshardedParams",
     "ZeroCopyGather",
-    "group_of",
+    "fsdp_param_of",
+    "is_extension",
+    "is_replaced",
+    "is_unsharded_param",
+    "local_of",
+    "managed_by",
+    "mark",
+    "replaced_by",
+    "unmark",
     "versions_of",
     "warn_of_lost_writes",
 ]
 
-_VERSION, _LOCAL = attrgetter("_version"), attrgetter("_local_tensor")
+_VERSION = attrgetter("_version")
 _STORAGE = torch.Tensor.untyped_storage
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _SHARDED_PARAM, _UNSHARDED_PARAM = attrgetter("sharded"), attrgetter("unsharded")
@@ -89,13 +100,115 @@ class ParamState(Enum):
 
 SHARDED, POST_FORWARD, UNSHARDED = ParamState
 
-# By the id of each parameter of a group, which the group keeps alive.
-_groups: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
+# Set on an original parameter once a unit has taken it, for modules that still register it.
+CLAIM = "_shardgrad_claim"
+
+# Set on the parameters that `ignored_params` contained, and on modules to the names of theirs.
+IGNORED = "_shardgrad_ignored"
+
+# Of parameters in every state. Keyed by the parameter's id instead of stored on the parameter,
+# whose `__dict__` is saved along with it. A weak reference to the parameter would forbid
+# `torch.utils.swap_tensors`, and so `module.to()`.
+_known: weakref.WeakValueDictionary[int, FSDPParam] = weakref.WeakValueDictionary()
+
+Owner = tuple[nn.Module, str]
 
 
-def group_of(p: FSDPParam) -> ParamGroup:
-    """Returns the group of a parameter."""
-    return _groups[id(p)]
+@dataclass(eq=False)
+class FSDPParam:
+    """One parameter.
+
+    Attributes:
+        name: fully qualified from the root, or from its unit until a root is known.
+        owners: every (module, attribute) that registers it; several if it is tied.
+        sharded: the DTensor that the optimizer sees; the original parameter until it is sharded.
+        unsharded: the tensor that compute sees; created at the first unshard.
+        post_forward: the DTensor over neighbouring ranks, if the group reshards to fewer.
+        expected_local: the local tensor of `sharded` as the engine left it; a view of the shard if
+            its group is flat.
+        group: the group, once there is one.
+    """
+
+    name: str
+    owners: list[Owner]
+    sharded: nn.Parameter
+    sharding: ParamSharding
+    unsharded: nn.Parameter | None = None
+    post_forward: nn.Parameter | None = None
+    expected_local: torch.Tensor | None = field(default=None, repr=False)
+    group: ParamGroup = field(init=False, repr=False)
+
+    def alias(self, local: torch.Tensor) -> None:
+        """Makes `local`, a view of the shard, the local tensor of `sharded`."""
+        self.expected_local = in_own_storage(local)
+        # DTensor has no method for this, and the optimizer would not know a new DTensor.
+        self.sharded._local_tensor = self.expected_local  # type: ignore[attr-defined]
+
+    def registered(self) -> list[nn.Parameter]:
+        """Returns the parameters that modules register: `sharded`, unless a program replaced it."""
+        registered = (module._parameters.get(attribute) for module, attribute in self.owners)
+        return [param for param in registered if param is not None]
+
+    def register(self, param: nn.Parameter) -> None:
+        """Makes the owning modules register `param`."""
+        for module, attribute in self.owners:
+            module._parameters[attribute] = param
+
+    def require_unsharded(self) -> nn.Parameter:
+        """Returns `unsharded`, which exists once the group has been unsharded."""
+        if self.unsharded is None:
+            raise RuntimeError(f"{self.name} has never been unsharded")
+        return self.unsharded
+
+
+def mark(param: nn.Parameter, p: FSDPParam) -> None:
+    """Makes `fsdp_param_of` find `p` for its parameter in one of its states."""
+    _known[id(param)] = p
+
+
+def unmark(p: FSDPParam) -> None:
+    """Makes `managed_by` return None for the parameter of `p`, which an outer unit takes."""
+    del _known[id(p.sharded)]
+
+
+def managed_by(param: torch.Tensor) -> FSDPParam | None:
+    """Returns the `FSDPParam` of a sharded parameter; None if it is foreign or was replaced."""
+    managed = fsdp_param_of(param)
+    return managed if managed is not None and managed.sharded is param else None
+
+
+def fsdp_param_of(param: torch.Tensor) -> FSDPParam | None:
+    """Returns the `FSDPParam` of a parameter in any state; None if it is foreign."""
+    p = _known.get(id(param))
+    if p is None or all(param is not each for each in (p.sharded, p.unsharded, p.post_forward)):
+        return None
+    return p
+
+
+def replaced_by(params: Iterable[torch.Tensor]) -> list[FSDPParam]:
+    """Returns the parameters in whose place modules register one of these DTensors.
+
+    Only until their group adopts the DTensor.
+    """
+    new = {id(p) for p in params if isinstance(p, DTensor) and managed_by(p) is None}
+    return [p for p in _known.values() if new & set(map(id, p.registered()))] if new else []
+
+
+def is_replaced(param: torch.Tensor) -> bool:
+    """Returns whether `fully_shard` has replaced this parameter by a sharded one."""
+    return CLAIM in param.__dict__
+
+
+def is_unsharded_param(param: torch.Tensor) -> bool:
+    """Returns whether a parameter is an unsharded one, whose memory a reshard frees."""
+    p = fsdp_param_of(param)
+    return p is not None and p.sharded is not param
+
+
+def is_extension(param: torch.Tensor) -> bool:
+    """Returns whether a tensor has all-gather extensions; see `features/tensor_extensions.py`."""
+    local = local_of(param)
+    return hasattr(local, "fsdp_pre_all_gather") or hasattr(local, "fsdp_post_all_gather")
 
 
 @dataclass(eq=False)
@@ -213,10 +326,6 @@ class AllGather:
 
     def wait_until_read(self) -> None:
         """Makes the host wait until the shard has been read, if it is in host memory."""
-
-    def memory(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
-        """Yields memory that it keeps besides the shard, with its owner."""
-        return iter(())
 
 
 class ZeroCopyGather:
@@ -338,14 +447,12 @@ class Registration:
         self._attributes: list[str] = []
         self._managed: list[FSDPParam] = []
         self._params: list[nn.Parameter] = []
-        self._locals: list[torch.Tensor | None] = []
         for p in params:
             for module, attribute in p.owners:
                 self._registers.append(module._parameters)
                 self._attributes.append(attribute)
                 self._managed.append(p)
                 self._params.append(p.sharded)
-                self._locals.append(p.expected_local)
         self._storages = storages_of(self._params)
 
     def holds(self) -> bool:
@@ -358,10 +465,12 @@ class Registration:
 
     def with_other_data(self) -> list[str]:
         """Returns the names of parameters whose `data` a program has replaced."""
-        is_other = map(is_not, storages_of(self._params), self._storages)
-        is_same = map(is_, map(_LOCAL, self._params), self._locals)
-        found = zip(self._managed, is_other, is_same, strict=True)
-        return [p.name for p, other, same in found if other and same]
+        found = zip(self._managed, storages_of(self._params), self._storages, strict=True)
+        return [
+            p.name
+            for p, now, before in found
+            if now is not before and local_of(p.sharded) is p.expected_local
+        ]
 
     def change(self, to: Callable[[FSDPParam], nn.Parameter | None]) -> None:
         """Makes modules register what `to` returns for each parameter."""
@@ -391,7 +500,9 @@ class ParamGroup:
             () for new sharded ones.
         is_filled: the unsharded memory has the values of the last all-gather.
         in_flight: the all-gather that `unshard` has started and nothing has waited for.
-        keeps_memory: a reshard does not free the unsharded memory.
+        gather: the all-gather of the shard; created once per root, and for a new shard.
+        unsharded_memory: of the unsharded parameters, once they exist.
+        keeps_memory: a reshard does not free it.
         mesh_after_forward: see `GroupSpec`; None to reshard fully.
         alignment: elements; offsets in chunks are multiples of it.
     """
@@ -409,7 +520,7 @@ class ParamGroup:
         self.mesh_after_forward = spec.mesh_after_forward
         self.params = list(params)
         for p in self.params:
-            _groups[id(p)] = self
+            p.group = self
         self.holds_dtensors = any(p.sharding.came_as_dtensor for p in self.params)
         self.state = SHARDED
         self.is_filled = False
@@ -420,8 +531,8 @@ class ParamGroup:
         self.generation = 0
         # The `_version()` of the values that are in unsharded memory, or are being gathered.
         self._gathered_version = (-1, -1)
-        self._gather: AllGather | None = None  # created once per root
-        self._unsharded: RecurringMemory | None = None
+        self.gather: AllGather | None = None
+        self.unsharded_memory: RecurringMemory | None = None
         # Version counters of the unsharded parameters, which increase with the program's writes.
         self._unsharded_versions: tuple[int, ...] = ()
         self._taken_version = (-1, -1)  # of the shard, after it last took such writes
@@ -441,12 +552,12 @@ class ParamGroup:
             f"all-gather of {name} from its neighbours", 4 * number + 1
         )
         self.reduce_tag = MessageTag.of(f"reduce-scatter of {name}", 4 * number + 2)
-        self._gather = None
+        self.gather = None
 
     def set_collectives(self, collectives: CollectiveConfig) -> None:
         """Replaces the transports and hooks of the group's messages; only with none in flight."""
         self.collectives = collectives
-        self._gather = None
+        self.gather = None
 
     # -- the shard
 
@@ -495,9 +606,9 @@ class ParamGroup:
 
     def _forget_derived(self) -> None:
         """Drops objects that were created for the former layout and dtypes."""
-        self._unsharded = None
+        self.unsharded_memory = None
         self._unsharded_versions = (0,) * len(self.params)
-        self._gather = None
+        self.gather = None
 
     def layout_of(self, params: Sequence[FSDPParam], *, with_flags: bool) -> ShardLayout:
         """Returns the layout of `params`; `with_flags` reserves one element each at the end."""
@@ -618,7 +729,7 @@ class ParamGroup:
             self._allocate()
         elif any(_lies_elsewhere(*both) for both in zip(locals_, self.local_views(), strict=True)):
             self.shard = self.shard_memory.zeros(self.layout.chunk_numel, self.shard_dtype)
-            self._gather = None
+            self.gather = None
         for p, new, local, view in zip(
             self.params, shown, locals_, self.local_views(), strict=True
         ):
@@ -630,17 +741,6 @@ class ParamGroup:
             p.register(new)
             mark(new, p)
         self._note_params()
-
-    def memory(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
-        """Yields memory that the group keeps between steps, with its owner; freed storage has 0
-        bytes.
-        """
-        yield "parameters", self.shard.untyped_storage()
-        if self._unsharded is not None:
-            for storage in self._unsharded.storages:
-                yield "unsharded parameters", storage
-        if self._gather is not None:
-            yield from self._gather.memory()
 
     # -- unshard
 
@@ -654,8 +754,11 @@ class ParamGroup:
         if self.is_filled or self.in_flight is not None:
             return
         version = self._version()
+        if version[0] != self._gathered_version[0]:
+            # The shard was filled on the current stream, at first or with replaced parameters.
+            comm_ctx.streams.order(comm_ctx.streams.current(), comm_ctx.streams.gather)
         is_new = version not in (self._gathered_version, self._taken_version)
-        if is_new and self._unsharded is not None:
+        if is_new and self.unsharded_memory is not None:
             # The next values differ, as after an optimizer step on the unsharded parameters. Layers
             # that cache something derived from a weight check its version, and autograd refuses a
             # backward that has saved the former values.
@@ -667,9 +770,9 @@ class ParamGroup:
 
     def _launch(self, comm_ctx: CommContext, version: tuple[int, int]) -> AllGather:
         """Starts the all-gather of the shard."""
-        gather = self._gather
+        gather = self.gather
         if gather is None or gather.comm_ctx is not comm_ctx:
-            gather = self._gather = self._make_gather(comm_ctx)
+            gather = self.gather = self._make_gather(comm_ctx)
         if gather.zero_copy is not None:
             # Zero-copy parameters need unsharded memory before the all-gather, not only at the
             # copy-out.
@@ -712,8 +815,8 @@ class ParamGroup:
                 finally:
                     gather.release(stream)
             self.is_filled = True
-        elif self._unsharded is not None:
-            self._unsharded.wait()  # they may have been copied out on another stream
+        elif self.unsharded_memory is not None:
+            self.unsharded_memory.wait()  # they may have been copied out on another stream
         self.carry_requires_grad()
         if self.state is not UNSHARDED:
             # Register the unsharded parameters only now. If an exception came before, modules keep
@@ -727,20 +830,22 @@ class ParamGroup:
 
     def _unsharded_params(self, streams: Streams) -> UnshardedParams:
         """Returns the unsharded parameters, created at the first call."""
-        if not isinstance(self._unsharded, UnshardedParams):
+        if not isinstance(self.unsharded_memory, UnshardedParams):
             device, dtype = self.mesh.device, self.gather_dtype
-            self._unsharded = UnshardedParams(self.params, self.layout, dtype, device, streams)
-        return self._unsharded
+            self.unsharded_memory = UnshardedParams(
+                self.params, self.layout, dtype, device, streams
+            )
+        return self.unsharded_memory
 
     def has_memory_of(self, tensor: torch.Tensor) -> bool:
         """Returns whether a tensor lies in the memory of the unsharded parameters."""
         if isinstance(tensor, DTensor):
             tensor = local_of(tensor)
-        if self._unsharded is None or tensor.layout is not torch.strided:
+        if self.unsharded_memory is None or tensor.layout is not torch.strided:
             return False
         # Compare storages by identity: those of fake tensors and wrapper subclasses have no
         # address.
-        return tensor.untyped_storage() in self._unsharded.storages
+        return tensor.untyped_storage() in self.unsharded_memory.storages
 
     def cancel_unshard(self) -> None:
         """Drops an unused all-gather, after waiting for it."""
@@ -754,8 +859,8 @@ class ParamGroup:
 
     def wait_until_read(self) -> None:
         """Makes the host wait until the shard has been read, if it is in host memory."""
-        if self._gather is not None:
-            self._gather.wait_until_read()
+        if self.gather is not None:
+            self.gather.wait_until_read()
 
     # -- reshard
 
@@ -769,8 +874,8 @@ class ParamGroup:
         Streams: storage returns to the allocator on the stream it was allocated on.
         """
         self.cancel_unshard()
-        if drop_kept and self._gather is not None:
-            self._gather.forget()
+        if drop_kept and self.gather is not None:
+            self.gather.forget()
         self.show_sharded()
         # Freed by `resize_(0)` of the storage: tensors that autograd has saved stay the same
         # objects, and are filled again before it reads them.
@@ -819,8 +924,8 @@ class ParamGroup:
         self._taken_version = self._version()
         # Without an all-gather, the unit was taken over by another root. Its next forward comes
         # after this, and its all-gathers wait for that forward's stream.
-        if self._gather is not None:
-            streams = self._gather.streams
+        if self.gather is not None:
+            streams = self.gather.streams
             copied = streams.event()
             copied.record(streams.current())
             copied.wait(streams.gather)
@@ -828,8 +933,8 @@ class ParamGroup:
     def _free(self) -> None:
         """Frees the unsharded memory, after its last use on the current stream."""
         self.is_filled = False
-        if self._unsharded is not None and not self.keeps_memory:
-            self._unsharded.free()
+        if self.unsharded_memory is not None and not self.keeps_memory:
+            self.unsharded_memory.free()
 
     def reshard_after_forward(self) -> None:
         """Reshards after forward, as configured."""

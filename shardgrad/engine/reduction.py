@@ -17,8 +17,7 @@ from shardgrad import ops
 from shardgrad.engine.buffers import Chunks, Slot
 from shardgrad.engine.comm_context import CommContext, SecondStep
 from shardgrad.engine.grad_shard import GradShard
-from shardgrad.engine.param import FSDPParam
-from shardgrad.engine.param_group import ParamGroup
+from shardgrad.engine.param_group import FSDPParam, ParamGroup
 from shardgrad.engine.streams import Stream
 from shardgrad.engine.transports import MessageTag, Work
 from shardgrad.errors import CollectiveError

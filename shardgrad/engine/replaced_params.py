@@ -14,15 +14,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardgrad.engine.grad_group import grads_of
-from shardgrad.engine.param import (
+from shardgrad.engine.param_group import (
+    SHARDED,
     FSDPParam,
+    ParamGroup,
     fsdp_param_of,
     is_extension,
     local_of,
     managed_by,
     replaced_by,
 )
-from shardgrad.engine.param_group import SHARDED, ParamGroup, group_of
 from shardgrad.errors import (
     ExtensionError,
     ForeignParameterError,
@@ -68,7 +69,7 @@ def adopt_given(params: Iterable[torch.Tensor]) -> None:
 
     The next forward would do the same. Raises as `adopt`.
     """
-    for group in dict.fromkeys(map(group_of, replaced_by(params))):
+    for group in dict.fromkeys(p.group for p in replaced_by(params)):
         adopt(group)
 
 
@@ -198,8 +199,16 @@ def _refuse_late_tie(p: FSDPParam, shown: torch.Tensor, group: ParamGroup) -> No
 
 
 def _validate(shown: list[nn.Parameter], group: ParamGroup) -> None:
-    named = [(p.name, param) for p, param in zip(group.params, shown, strict=True)]
-    group.shard_memory.require_params_here(named, where=group.where)
+    home, named = group.shard_memory, zip(group.params, shown, strict=True)
+    elsewhere = [p.name for p, param in named if param.device.type != home.device.type]
+    if home.is_offloaded and elsewhere:
+        raise ForeignParameterError(
+            "FSDP parameters should be materialized on CPU when enabling CPU offloading",
+            expected=f"parameters on {home.device}",
+            got=f"{elsewhere} on {shown[0].device}",
+            where=group.where,
+            fix='model.to_empty(device="cpu"), or load a state dict of CPU tensors',
+        )
     dtypes = {local_of(param).dtype for param in shown}
     if len(dtypes) > 1:
         raise ForeignParameterError(

@@ -44,7 +44,7 @@ __all__ = [
     "StreamTransport",
     "Transport",
     "Work",
-    "reaches",
+    "backend_for",
     "transport_for",
 ]
 
@@ -330,16 +330,11 @@ class PairTransport(ExchangeTransport):
         )
 
 
-def _backend_for(group: dist.ProcessGroup, device: torch.device) -> str | None:
+def backend_for(group: dist.ProcessGroup, device: torch.device) -> str | None:
     """Returns the name of a group's backend for tensors on `device`, or None."""
     return dict(item.split(":") for item in dist.get_backend_config(group).split(",")).get(
         device.type
     )
-
-
-def reaches(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Returns whether a group can send tensors on `device`."""
-    return _backend_for(group, device) is not None
 
 
 def transport_for(group: dist.ProcessGroup, device: torch.device) -> Transport:
@@ -348,7 +343,7 @@ def transport_for(group: dist.ProcessGroup, device: torch.device) -> Transport:
     # copy.
     if group.size() == 1:
         return LocalTransport(group)
-    backend = _backend_for(group, device)
+    backend = backend_for(group, device)
     if backend != "gloo":
         return NcclTransport(group) if backend == "nccl" else StreamTransport(group)
     # gloo would copy each tensor through the host, in an order that streams do not know.

@@ -43,9 +43,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.engine.comm_context import CommContext
-from shardgrad.engine.grad_group import GradGroup, ReductionScheduler
+from shardgrad.engine.grad_group import GradGroup, ReductionScheduler, ReductionSettings
 from shardgrad.engine.grad_shard import GradMemory
-from shardgrad.engine.param_group import ParamGroup, ParamState
+from shardgrad.engine.param_group import SHARDED, ParamGroup
 from shardgrad.engine.streams import is_capturing, wait_for_device
 from shardgrad.engine.tracing import NOTHING, outside_graphs, span
 from shardgrad.errors import AsleepError, UnsupportedError
@@ -97,6 +97,7 @@ class Unit:
         reshard_after_forward: None means True, except for the root and, on the CPU, for the unit
             that backward needs first.
         reshard_after_backward: False keeps parameters unsharded between micro-batches.
+        reductions: the settings of reductions.
         unshard_in_backward: False skips the backward all-gather.
         forward_prefetch, backward_prefetch: units to prefetch instead of the next one in that
             direction.
@@ -139,8 +140,7 @@ class Unit:
         self._lazy_init = lazy_init
         self.before_outermost_forward: Callable[[], None]
         self.accept: Callable[[Sequence[Unit]], None]
-        self.groups: list[ParamGroup] = []
-        self.grad_groups: list[GradGroup] = []
+        self.reductions = ReductionSettings()
         self.set_groups(groups)
         # Calls with a node under their inputs whose backward has not ended, and whether there are
         # calls without one, as none of their inputs requires grad.
@@ -168,10 +168,7 @@ class Unit:
     def set_groups(self, groups: Sequence[ParamGroup]) -> None:
         """Replaces the unit's groups and keeps the program's settings; only during construction."""
         self.groups = list(groups)
-        earlier, self.grad_groups = self.grad_groups, [GradGroup(group) for group in groups]
-        # Settings such as `set_requires_gradient_sync(False)` hold for the new groups as well.
-        for grads in self.grad_groups if earlier else ():
-            grads.follow(earlier[0])
+        self.grad_groups = [GradGroup(group, self.reductions) for group in groups]
         self.group_owning = {owner: g for g in groups for p in g.params for owner, _ in p.owners}
 
     def set_reshard_after_forward(self, flag: bool) -> None:
@@ -184,11 +181,6 @@ class Unit:
     def is_root(self) -> bool:
         """True once `lazy_init` has made this unit the outermost one."""
         return self.context is not None and self.context.root is self
-
-    @property
-    def is_unsharded(self) -> bool:
-        """True if modules register the unsharded parameters of every group."""
-        return all(group.state is ParamState.UNSHARDED for group in self.groups)
 
     # -- forward and backward
 
@@ -210,7 +202,7 @@ class Unit:
             recorder.unit = self.name
             if not recomputing:
                 # A backward that is still open was cut short: recomputations do not come here.
-                if context.forward_root in (None, self) or context.scheduler.backward_running:
+                if context.forward_root in (None, self) or context.backward_running:
                     args, kwargs = context.enter_forward(self, args, kwargs)
                 self.running.append(module)
             if context.gather_through is not None:
@@ -227,10 +219,15 @@ class Unit:
             args, kwargs = self.lend((args, kwargs), self.cast_inputs(args, kwargs))
         # Under `participate`, forwards without grad count too: reentrant checkpointing recomputes
         # them in backward.
-        if not (torch.is_grad_enabled() or context.scheduler.enrolment is not None):
+        if not (torch.is_grad_enabled() or context.enrolment is not None):
             return args, kwargs
         for grads in self.grad_groups:
-            context.scheduler.enter(grads)
+            if context.enrolment is not None:
+                context.enrolment.note(grads)
+            if context.backward_running:
+                context.expect(grads)
+            else:
+                context.entered[grads] = None
         # Inside a transform, no node can tell when the gradients have arrived.
         if is_transformed:
             return args, kwargs
@@ -324,7 +321,7 @@ class Unit:
                 if is_transformed:
                     # The transform's graph has tensors of its own, and hooks on the outputs would
                     # not see its backward.
-                    context.scheduler.reads_again = True
+                    context.reads_again = True
                 else:
                     begins = _tensors_with_grad(output)
                     # Without any, gradients may still pass through this call, to its inputs or to
@@ -404,18 +401,17 @@ class Unit:
         recorder.unit = self.name
         if context.gather_through is not None:
             context.gather_through(None)
-        scheduler = context.scheduler
         # Autograd does not report the start of a backward: the engine's first hook marks it.
-        if not scheduler.backward_running or scheduler.callback() is None:
+        if not context.backward_running or context.callback() is None:
             context.require_awake()
-            scheduler.begin_backward(in_autograd=True)
+            context.begin_backward(in_autograd=True)
         task = graph_task()
         # The hook runs for each output of the call, and a retained graph has several backwards.
         if begins := call.begun_in != task:
             call.begun_in = task
             self.open += 1
             for grads in self.grad_groups:
-                scheduler.expect(grads)
+                context.expect(grads)
         # The program has declared that backward does not need this unit's parameters, or that it
         # unshards them itself.
         if not self.unshard_in_backward:
@@ -443,7 +439,6 @@ class Unit:
         left.
         """
         context = self.context or self._lazy_init(self)
-        scheduler = context.scheduler
         if counted and self.outstanding:
             self.outstanding -= 1
         # If a tensor left the unit other than through its outputs, for example as an attribute, no
@@ -455,7 +450,7 @@ class Unit:
             # Another call's backward may be open on another stream. A retained graph may read the
             # parameters when no hook unshards them: one that a backward has created, or one past
             # the outputs of this unit.
-            is_read_again = scheduler.reads_again or (self.held and scheduler.retains_graph)
+            is_read_again = context.reads_again or (self.held and context.retains_graph)
             keep = is_read_again or context.gather_through is not None
             streams = context.comm_ctx.streams
             stream = streams.current()
@@ -468,7 +463,7 @@ class Unit:
                 for grads in self.grad_groups:
                     grads.read_on[stream] = None
             is_over = self.outstanding == 0 and (self.open == 0 or self.has_unwatched)
-            if is_over and scheduler.backward_running:
+            if is_over and context.backward_running:
                 for grads in self.grad_groups:
                     if self.has_unwatched and grads.count < len(grads.params):
                         # The backward of another call is still to come, and only the last gradient
@@ -476,7 +471,7 @@ class Unit:
                         grads.waits_for_unit = False
                     else:
                         # All calls of this unit have ended: no parameter gets another gradient.
-                        scheduler.close(grads)
+                        context.close(grads)
 
     # -- unshard and reshard
 
@@ -514,6 +509,8 @@ class Unit:
             # A few comparisons in C per group, so a steady step pays little. Weights are rarely
             # loaded, replaced or moved, so `replaced_params` is imported only then.
             if group.shard.is_meta or not group.registration.holds():
+                if self.context is not None:
+                    self.context.join_post_optim_event()
                 from shardgrad.engine.replaced_params import adopt, require_data
 
                 adopt(group)
@@ -589,12 +586,11 @@ class AfterForward(Enum):
     KEEP = auto()
 
 
-class RootContext:
+class RootContext(ReductionScheduler):
     """State shared by all units under one root.
 
     Attributes:
         units: in construction order, the root first.
-        grad_groups: those of `units`.
         gather_through: unshards every unit up to and including one (None: all), while ranks may run
             different units (`features/participation.py`). Nothing is resharded then before the
             backward ends. Otherwise None.
@@ -607,15 +603,10 @@ class RootContext:
     def __init__(self, units: Sequence[Unit], comm_ctx: CommContext) -> None:
         self.units = list(units)
         self.root = self.units[0]
-        self.grad_groups = [grads for unit in self.units for grads in unit.grad_groups]
-        self.comm_ctx = comm_ctx
-        self.scheduler = ReductionScheduler(
-            comm_ctx, self.grad_groups, self.end_backward, self.recover
-        )
+        super().__init__(comm_ctx, [grads for unit in self.units for grads in unit.grad_groups])
         self.gather_through: Callable[[Unit | None], None] | None = None
         self.is_asleep = False
         self.post_optim_event: torch.Event | None = None
-        self._generations: list[int] = []  # of all groups, at the last forward with an event
         self._written = comm_ctx.parameters_ready
         self.forward_root: Unit | None = None
         self._evaluated_last = False  # the last outermost forward ran without gradients
@@ -649,7 +640,7 @@ class RootContext:
             # A capture cannot wait for events recorded outside of it.
             self.comm_ctx.streams.forget_events()
             self.quiesce()
-        if self.scheduler.backward_running:
+        if self.backward_running:
             self.recover()
         self.take_over_changes()
         if torch.is_grad_enabled():
@@ -664,14 +655,8 @@ class RootContext:
         if not self._order_frozen:
             self._order.clear()
         # FSDP2's `set_post_optim_event`: all-gathers need not wait for later work of the current
-        # stream. Replaced parameters were copied on the current stream, so then they wait for both.
+        # stream.
         event, self.post_optim_event = self.post_optim_event, None
-        if event is not None:
-            before, streams = self._generations, self.comm_ctx.streams
-            self._generations = [group.generation for each in self.units for group in each.groups]
-            if self._generations != before:
-                streams.event_of(event).wait(streams.current())
-                event = None
         self.parameters_written(event)
         return args, kwargs
 
@@ -683,12 +668,12 @@ class RootContext:
         """
         self.free_gradients()
         is_default = self.root.reshard_after_forward is None
-        if self._evaluated_last and is_default and not self.scheduler.reads_again:
+        if self._evaluated_last and is_default and not self.reads_again:
             # Free what the evaluation has left of the root, so that it is gathered again. Modules
             # have shown the shards since, and torch does not count every write to them
             # (`torch._foreach_*_`, `p.data.copy_()`).
             for group in self.root.groups:
-                if group.is_filled and group.state is ParamState.SHARDED:
+                if group.is_filled and group.state is SHARDED:
                     group.reshard()
         for unit in self.units:
             unit.refresh()
@@ -728,7 +713,7 @@ class RootContext:
             shard = grads.shard
             if shard is not None and shard.memory is GradMemory.HELD and shard.are_absent():
                 free.append(shard)
-        if not free or self.scheduler.in_flight:
+        if not free or self.in_flight:
             return
         streams, event = self.comm_ctx.streams, self.post_optim_event
         reader = streams.current()
@@ -750,6 +735,13 @@ class RootContext:
             self._written.record(streams.current())
         self.comm_ctx.parameters_ready = self._written if event is None else streams.event_of(event)
 
+    def join_post_optim_event(self) -> None:
+        """Makes the current stream wait for the event that the program has set, if it has."""
+        event, self.post_optim_event = self.post_optim_event, None
+        if event is not None:
+            streams = self.comm_ctx.streams
+            streams.event_of(event).wait(streams.current())
+
     def size_reduce_ring(self) -> None:
         """Sets the number of reductions in flight to the largest that a unit asks for."""
         if asked := [unit.max_reductions for unit in self.units if unit.max_reductions is not None]:
@@ -762,7 +754,7 @@ class RootContext:
             self.quiesce()
             # Roots that take turns, such as pipeline stages on one rank, need one set of staging
             # buffers and one order of collectives.
-            self.comm_ctx = self.scheduler.comm_ctx = lead.for_another_root()
+            self.comm_ctx = lead.for_another_root()
             self._written = self.comm_ctx.parameters_ready
 
     def upcoming(self, unit: Unit) -> Sequence[Unit]:
@@ -792,7 +784,7 @@ class RootContext:
         is_kept = self.gather_through is not None or unit.is_called_around
         # The program has called `unshard()`, and also reads the parameters after forward.
         is_held = unit.held and torch.is_grad_enabled()
-        if is_kept or is_held or self.scheduler.reads_again:
+        if is_kept or is_held or self.reads_again:
             return AfterForward.KEEP
         reshards = unit.reshard_after_forward
         if reshards is None:
@@ -843,16 +835,15 @@ class RootContext:
         Streams: the stream that called backward waits for every reduction.
         """
         with span("root_post_backward_callback", self.root.name), torch.no_grad():
-            scheduler = self.scheduler
-            is_last, scheduler.reads_again = scheduler.is_last_backward, scheduler.keeps_graph
+            is_last, self.reads_again = self.is_last_backward, self.keeps_graph
             # Free parameters before reducing the last groups, which reuse their memory.
             for unit in self.units:
                 if not unit.running:  # else a forward differentiates a part of the model
-                    is_kept = scheduler.reads_again or (unit.held and scheduler.retains_graph)
+                    is_kept = self.reads_again or (unit.held and self.retains_graph)
                     unit.finish_backward(
-                        is_kept=is_kept, is_shown_sharded=scheduler.reads_again or is_last
+                        is_kept=is_kept, is_shown_sharded=self.reads_again or is_last
                     )
-            scheduler.drain(wait=wait and is_last)
+            self.drain(wait=wait and is_last)
             self.ran_last = None
             self._wait_until_read()
 
@@ -864,13 +855,13 @@ class RootContext:
         Drops gradients that a failed backward has half written, with a warning. Gradients that they
         were added to become None. See [Note: States of a group's gradients] in `grad_group.py`.
         """
-        is_backward = self.scheduler.backward_running
+        is_backward = self.backward_running
         if is_backward and not self.comm_ctx.is_captured:
             # Autograd synchronizes the streams of a backward only at its end.
             wait_for_device(self.comm_ctx.device)
         self._abandon()
         if is_backward:
-            lost = self.scheduler.abandon_backward()
+            lost = self.abandon_backward()
             added = (
                 f" In units {', '.join(lost)}, they had been added to earlier gradients, which are "
                 "now None."
@@ -886,11 +877,10 @@ class RootContext:
         """Drops all pending work after a failed capture, of which nothing has run."""
         self.crosses_border()
         self._abandon()
-        self.scheduler.abort()
+        self.drop_reductions()
 
     def _abandon(self) -> None:
-        self.forward_root = self.ran_last = self.gather_through = None
-        self.scheduler.enrolment = None
+        self.forward_root = self.ran_last = self.gather_through = self.enrolment = None
         for unit in self.units:
             unit.abandon()
 
@@ -901,9 +891,9 @@ class RootContext:
         Streams: the current stream waits for the work in flight. Capture: safe.
         """
         self.crosses_border()
-        if self.forward_root is not None or self.scheduler.backward_running:
+        if self.forward_root is not None or self.backward_running:
             self.recover()
-        self.scheduler.join()
+        self.join()
         for unit in self.units:
             unit.reshard(drop_kept=True)
         self._wait_until_read()

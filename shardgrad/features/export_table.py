@@ -15,8 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardgrad.engine.param import FSDPParam, fsdp_param_of, local_of
-from shardgrad.engine.param_group import group_of
+from shardgrad.engine.param_group import UNSHARDED, FSDPParam, fsdp_param_of, local_of
 from shardgrad.errors import MetaParameterError, UnsupportedParameterError
 from shardgrad.features.root_of import root_of
 
@@ -75,7 +74,8 @@ def export_table(model: nn.Module) -> dict[str, ExportedParameter]:
     context = root_of(model, "export_table")
     context.require_awake()
     for each in context.units:
-        if not each.is_unsharded:  # not between a forward and its backward
+        # Not between a forward and its backward.
+        if any(group.state is not UNSHARDED for group in each.groups):
             each.refresh()  # adopts parameters that the program has replaced
     table = {}
     for name, param in model.named_parameters():
@@ -95,7 +95,7 @@ def export_table(model: nn.Module) -> dict[str, ExportedParameter]:
 
 
 def _sharded(name: str, managed: FSDPParam) -> ExportedParameter:
-    group = group_of(managed)
+    group = managed.group
     if not group.is_flat or managed.sharding.came_as_dtensor:
         raise _unsupported(name, "an all-gather extension, or a DTensor of tensor parallelism")
     # The mesh's ranks as [replicas, shards], transposed. A mesh of replicas alone has one shard.

@@ -16,7 +16,7 @@ the gradients once per reduction. Optimizer states are as small as if all ranks 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
 from typing import ClassVar
 
@@ -95,10 +95,6 @@ class HfsdpGather(AllGather):
     def wait_until_read(self) -> None:
         """See `AllGather`."""
         self._own.wait_until_read()
-
-    def memory(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
-        """See `AllGather`."""
-        yield "inner shards", self.chunk.untyped_storage()
 
 
 class OffloadedHfsdpGather(HfsdpGather):

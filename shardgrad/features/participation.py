@@ -32,6 +32,7 @@ from shardgrad.errors import ParticipationError
 
 __all__ = ["participate"]
 
+
 @contextmanager
 def participate(model: nn.Module) -> Iterator[None]:
     """Makes this rank join every collective of one iteration: at most one forward, one backward.
@@ -70,13 +71,11 @@ def participate(model: nn.Module) -> Iterator[None]:
             got="participate() inside participate()",
             fix="exit the first one before entering the next",
         )
-    if context.scheduler.backward_running:
+    if context.backward_running:
         # here, on every rank: one without a batch has no forward that would do it
         context.recover()
     gathers = context.gather_through = _GathersInOrder(context)
-    enrolment = context.scheduler.enrolment = (
-        _Enrolment(context) if torch.is_grad_enabled() else None
-    )
+    enrolment = context.enrolment = _Enrolment(context) if torch.is_grad_enabled() else None
     try:
         yield
     except BaseException:
@@ -177,12 +176,11 @@ def _join_rest(
         context.parameters_written()
     if context.gather_through is gathers:  # not if the iteration was cleared
         gathers(None)
-    scheduler = context.scheduler
     # Not if the iteration was cleared.
-    if enrolment is not None and scheduler.enrolment is enrolment and enrolment.is_open:
-        scheduler.begin_backward(in_autograd=False)
+    if enrolment is not None and context.enrolment is enrolment and enrolment.is_open:
+        context.begin_backward(in_autograd=False)
         context.end_backward()
     context.gather_through = None
-    scheduler.enrolment = None
+    context.enrolment = None
     for unit in context.units:
         unit.reshard()

@@ -4,7 +4,7 @@ fewer ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,11 +13,12 @@ from torch.autograd.graph import increment_version
 
 from shardgrad.engine.buffers import RecurringMemory
 from shardgrad.engine.comm_context import CommContext
-from shardgrad.engine.param import FSDPParam, mark
 from shardgrad.engine.param_group import (
     AllGather,
+    FSDPParam,
     ParamGroup,
     ParamState,
+    mark,
     versions_of,
     warn_of_lost_writes,
 )
@@ -100,10 +101,6 @@ class PostForwardGather(AllGather):
         """Frees the memory after the last use on the current stream."""
         self._memory.free()
 
-    def memory(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
-        """See `AllGather`."""
-        yield "post-forward shards", self.chunk.untyped_storage()
-
 
 class PostForwardGroup(ParamGroup):
     """A group that reshards to fewer ranks after forward."""
@@ -112,18 +109,12 @@ class PostForwardGroup(ParamGroup):
         super()._forget_derived()
         self._smaller: PostForwardGather | None = None
 
-    def memory(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
-        """See `ParamGroup`."""
-        yield from super().memory()
-        if self._smaller is not None:
-            yield from self._smaller.memory()
-
     def reshard_after_forward(self) -> None:
         """Reshards to fewer ranks."""
         if self.mesh_after_forward is None:
             self.reshard()
-        elif self.state is ParamState.UNSHARDED and self._gather is not None:
-            smaller = self._smaller_gather(self._gather.comm_ctx, self.mesh_after_forward)
+        elif self.state is ParamState.UNSHARDED and self.gather is not None:
+            smaller = self._smaller_gather(self.gather.comm_ctx, self.mesh_after_forward)
             smaller.fill()
             self.reshard()
             smaller.register()

@@ -31,8 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardgrad.engine.buffers import RecurringMemory
 from shardgrad.engine.comm_context import CommContext
-from shardgrad.engine.param import FSDPParam, local_of, mark
-from shardgrad.engine.param_group import AllGather, ParamGroup
+from shardgrad.engine.param_group import AllGather, FSDPParam, ParamGroup, local_of, mark
 from shardgrad.engine.streams import Streams, keep_for_current_stream
 from shardgrad.errors import ExtensionError, unsupported
 from shardgrad.sharding.layout import ALIGNMENT_NBYTES, TAG_NUMEL
@@ -172,9 +171,9 @@ class ExtensionGroup(ParamGroup):
         streams = comm_ctx.streams
         with streams.on(streams.gather), torch.inference_mode(mode=False), torch.no_grad():
             comm_ctx.parameters_ready.wait(streams.gather)
-            if self._unsharded is not None:
+            if self.unsharded_memory is not None:
                 # On one rank nothing is sent, and the last copy-out has read the chunk itself.
-                self._unsharded.filled.wait(streams.gather)
+                self.unsharded_memory.filled.wait(streams.gather)
             answers = [self._ask(p) for p in self.params]
             self._metadata = [metadata for _, metadata in answers]
             if not self._tensors:
@@ -242,12 +241,12 @@ class ExtensionGroup(ParamGroup):
             self._tensors.append(inputs)
         offset += -(-TAG_NUMEL // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
         self.shard = torch.zeros(offset, dtype=_BYTE, device=self.mesh.device)
-        self._unsharded = RecurringMemory(outputs, streams)
-        self._unsharded.free()
+        self.unsharded_memory = RecurringMemory(outputs, streams)
+        self.unsharded_memory.free()
 
     @torch.no_grad()
     def _fill(self, gathered: torch.Tensor, gather: AllGather) -> None:
-        memory = self._unsharded
+        memory = self.unsharded_memory
         if memory is None:
             raise RuntimeError(f"{self.name} was gathered before its extensions were laid out")
         with torch.inference_mode(mode=False):

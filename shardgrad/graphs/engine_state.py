@@ -27,8 +27,7 @@ from torch import nn
 
 from shardgrad.engine.grad_group import SWITCHES
 from shardgrad.engine.grad_shard import GradMemory, GradShard
-from shardgrad.engine.param import fsdp_param_of, local_of
-from shardgrad.engine.param_group import SHARDED, ParamGroup, Registration
+from shardgrad.engine.param_group import SHARDED, ParamGroup, Registration, fsdp_param_of, local_of
 from shardgrad.engine.replaced_params import adopt
 from shardgrad.engine.streams import is_capturing
 from shardgrad.engine.unit import RootContext, units_under
@@ -85,13 +84,15 @@ class ModuleState(Capturable):
         self._registration = Registration(params)
         self._modules = tuple(self._module.modules())
         # Other host state that a step may set: (dictionary, key) of each value.
+        settings = [vars(unit.reductions) for unit in self._units]
         of_unit = "reshard_after_forward", "reshard_after_backward", "unshard_in_backward"
         self._switches = [
             *((vars(module), "training") for module in self._modules),
             *((vars(unit), name) for unit in self._units for name in of_unit),
+            *((each, name) for each in settings for name in each),
             *((vars(grads), name) for grads in self._grad_groups for name in SWITCHES),
             *((vars(grads.partial), "is_live") for grads in self._grad_groups),
-            *((vars(each.scheduler), "is_last_backward") for each in self._contexts),
+            *((vars(each), "is_last_backward") for each in self._contexts),
         ]
         # The dictionaries that register submodules, buffers, and parameters that are not sharded.
         self._registers: list[dict[str, Any]] = []
@@ -150,7 +151,8 @@ class ModuleState(Capturable):
 
     def quiesce(self) -> None:
         """See `Capturable`, and [Note: The border of a capture] in `engine/streams.py`."""
-        self._join_post_optim_events()
+        for context in self._contexts:
+            context.join_post_optim_event()
         for context in self._contexts:
             context.quiesce()
             context.comm_ctx.streams.forget_events()
@@ -188,16 +190,6 @@ class ModuleState(Capturable):
             return []
         return [shard for shard in self._shards() if shard.has_memory and shard not in others]
 
-    def _join_post_optim_events(self) -> None:
-        """Makes the current stream wait for the event that `set_post_optim_event` has set for the
-        next forward's all-gathers.
-        """
-        for context in self._contexts:
-            event, context.post_optim_event = context.post_optim_event, None
-            if event is not None:
-                streams = context.comm_ctx.streams
-                streams.event_of(event).wait(streams.current())
-
     def abort_capture(self) -> None:
         """See `Capturable`."""
         for context in self._contexts:
@@ -228,7 +220,8 @@ class ModuleState(Capturable):
         with torch._C.DisableTorchFunctionSubclass():  # makes DTensor attributes 3 times as fast
             before, self._trains = self._trains, tuple(map(_REQUIRES_GRAD, self._trainable))
         self._is_placed = self._trains == before
-        self._join_post_optim_events()
+        for context in self._contexts:
+            context.join_post_optim_event()
         if not self._is_placed:
             for grads in self._grad_groups:
                 grads.refresh_trainable()

@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardgrad.engine.param import fsdp_param_of
+from shardgrad.engine.param_group import fsdp_param_of
 from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import CaptureError
 from shardgrad.graphs.closed_over import Place, address_of, closed_over

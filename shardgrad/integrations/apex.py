@@ -34,8 +34,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from shardgrad.engine.param import local_of, managed_by
-from shardgrad.engine.param_group import group_of
+from shardgrad.engine.param_group import local_of, managed_by
 from shardgrad.engine.replaced_params import adopt_given
 from shardgrad.errors import (
     DeepcopyError,
@@ -302,7 +301,7 @@ def _memory_of(param: torch.Tensor) -> torch.Tensor:
 def _refuse_unreachable(param: nn.Parameter, number: int) -> None:
     """Refuses a parameter that apex would not update, or would silently update wrongly."""
     managed = managed_by(param)
-    group = None if managed is None else group_of(managed)
+    group = None if managed is None else managed.group
     fix = "shardgrad.optim.AdamW"
     if param.device.type == "meta":
         why, fix = "it is on the meta device", "model.to_empty(device=...) first"

@@ -13,8 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from shardgrad.engine.param import FSDPParam, is_replaced, managed_by
-from shardgrad.engine.param_group import ParamGroup, group_of
+from shardgrad.engine.param_group import FSDPParam, ParamGroup, is_replaced, managed_by
 from shardgrad.engine.replaced_params import adopt_given
 from shardgrad.engine.streams import is_capturing, streams_for, wait_for_device
 from shardgrad.engine.tracing import outside_graphs
@@ -201,7 +200,7 @@ class FlatOptimizer(Optimizer):
             if managed is None:
                 plain.append(PlainSegment(param, name))
             else:
-                sharded.setdefault(group_of(managed), []).append(managed)
+                sharded.setdefault(managed.group, []).append(managed)
         self._refuse_two_engines(group, sharded)
         return [
             *(ShardedSegment(g, members) for g, members in sharded.items()),
@@ -216,7 +215,7 @@ class FlatOptimizer(Optimizer):
                 f"it is {what}",
                 "pass only floating-point parameters; torch.optim supports others",
             )
-        if managed is not None and not group_of(managed).is_flat:
+        if managed is not None and not managed.group.is_flat:
             raise self._cannot_update(
                 name,
                 "its shard is a tensor subclass (fsdp_pre_all_gather)",

@@ -19,10 +19,9 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardgrad.engine.param import FSDPParam, managed_by
-from shardgrad.engine.param_group import group_of
+from shardgrad.engine.param_group import FSDPParam, managed_by
 from shardgrad.engine.streams import is_capturing
-from shardgrad.engine.transports import reaches
+from shardgrad.engine.transports import backend_for
 from shardgrad.errors import OptimizerParameterError, OptionError, unsupported
 from shardgrad.optim.flat import FlatOptimizer, Update
 from shardgrad.optim.hyper import Hyper, at_least_zero
@@ -170,12 +169,12 @@ class Muon(FlatOptimizer):
                 got=f"a DTensor with placements {param.placements}",
                 fix="shardgrad.fully_shard, or torch.optim.Muon for this parameter",
             )
-        if managed is not None and not reaches(
-            group_of(managed).mesh.shard_group, group_of(managed).shard_memory.device
-        ):
+        if managed is None:
+            return
+        device = managed.group.shard_memory.device
+        if backend_for(managed.group.mesh.shard_group, device) is None:
             raise unsupported(
-                "Muon under CPUOffloadPolicy without a backend for "
-                f"{group_of(managed).shard_memory.device}",
+                f"Muon under CPUOffloadPolicy without a backend for {device}",
                 instead='init_process_group("cpu:gloo,cuda:nccl"): matrices are sent between hosts',
             )
 
@@ -220,7 +219,7 @@ class Muon(FlatOptimizer):
         if self._precision.moment_dtype is None:
             managed = managed_by(segment.params[0])
             dtypes["momentum_buffer"] = (
-                segment.dtype if managed is None else group_of(managed).gradient_dtype
+                segment.dtype if managed is None else managed.group.gradient_dtype
             )
         return dtypes
 

@@ -27,8 +27,7 @@ import torch
 import torch.distributed as dist
 
 from shardgrad import ops
-from shardgrad.engine.param import managed_by
-from shardgrad.engine.param_group import group_of
+from shardgrad.engine.param_group import managed_by
 from shardgrad.errors import CollectiveError
 from shardgrad.optim.flat import Update
 from shardgrad.optim.newton_schulz import newton_schulz_
@@ -50,7 +49,7 @@ _Piece = tuple[int, int, int, int, int, int]  # see `ops.segment_rows`
 def mesh_of(segment: Segment) -> DataParallelMesh | None:
     """Returns the mesh that a segment's matrices are sharded over; None if they are not sharded."""
     managed = managed_by(segment.params[0])
-    return None if managed is None else group_of(managed).mesh
+    return None if managed is None else managed.group.mesh
 
 
 def matrices_of(update: Update) -> list[list[Matrix]]:

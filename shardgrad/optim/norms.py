@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from shardgrad import ops
 from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.engine.grad_shard import GradShard
-from shardgrad.engine.transports import reaches
+from shardgrad.engine.transports import backend_for
 from shardgrad.errors import GradientError, OptionError
 from shardgrad.optim.selection import Gradients
 from shardgrad.sharding.param_sharding import groups_cut_over
@@ -253,7 +253,8 @@ def _combined(values: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
 
 
 def _all_reduce(value: torch.Tensor, group: dist.ProcessGroup, norm_type: float) -> None:
-    if not reaches(group, value.device):  # offloaded gradients, and a backend for devices only
+    # Offloaded gradients, and a backend for devices only.
+    if backend_for(group, value.device) is None:
         device = torch.accelerator.current_accelerator()
         there = value.to(device)
         _all_reduce(there, group, norm_type)

@@ -26,8 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from shardgrad import ops
 from shardgrad.engine.grad_shard import GradShard
-from shardgrad.engine.param import FSDPParam, is_replaced, local_of
-from shardgrad.engine.param_group import ParamGroup, group_of
+from shardgrad.engine.param_group import FSDPParam, ParamGroup, is_replaced, local_of
 from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import CaptureError, GradientError, OptimizerParameterError
 from shardgrad.ops.segments import Row
@@ -273,13 +272,13 @@ class ShardedSegment(_Segment):
             self._generation = self._group.generation
         if all(map(is_, self._memory_now(), self._memory)):
             return
-        if any(group_of(managed) is not self._group for managed in self._members):
+        if any(managed.group is not self._group for managed in self._members):
             raise OptimizerParameterError(
                 f"{', '.join(self.names)} shared a flat shard with parameters that have left it "
                 "since the optimizer was built",
                 expected="the shard that the optimizer was built over",
                 got="parameters that moved to an outer unit",
-                where=f"unit {group_of(self._members[0]).name}",
+                where=f"unit {self._members[0].group.name}",
                 fix="build the optimizer after the last fully_shard call",
             )
         raise OptimizerParameterError(

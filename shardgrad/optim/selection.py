@@ -9,8 +9,7 @@ import torch
 
 from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.grad_shard import GradShard
-from shardgrad.engine.param import FSDPParam, fsdp_param_of
-from shardgrad.engine.param_group import ParamGroup, group_of
+from shardgrad.engine.param_group import FSDPParam, ParamGroup, fsdp_param_of
 from shardgrad.engine.streams import is_capturing
 from shardgrad.optim.state import local_tensor
 
@@ -102,7 +101,7 @@ def select(params: Iterable[torch.Tensor]) -> Gradients:
         # After an evaluation, unsharded parameters may still be registered.
         managed = fsdp_param_of(param)
         if managed is not None:
-            by_group.setdefault(group_of(managed), {})[managed] = None
+            by_group.setdefault(managed.group, {})[managed] = None
         elif (grad := plain_gradient(param)) is not None:
             plain.append(grad)
     selections = []

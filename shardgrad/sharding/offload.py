@@ -15,13 +15,11 @@ On a CPU mesh the host is the device: nothing is copied and nothing waits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-from shardgrad.errors import ForeignParameterError
 from shardgrad.policies import SleepPolicy
 
 __all__ = ["ShardMemory"]
@@ -65,25 +63,3 @@ class ShardMemory:
 
             return virtual_zeros(numel, dtype, self.device)
         return torch.zeros(numel, dtype=dtype, device=self.device, pin_memory=self.pinned)
-
-    def require_params_here(
-        self, params: Sequence[tuple[str, torch.Tensor]], *, where: str
-    ) -> None:
-        """Refuses parameters on a device under CPU offloading.
-
-        Args:
-            params: names and parameters.
-            where: the unit, for the error.
-
-        Raises:
-            ForeignParameterError: names the parameters.
-        """
-        elsewhere = [name for name, param in params if param.device.type != self.device.type]
-        if self.is_offloaded and elsewhere:
-            raise ForeignParameterError(
-                "FSDP parameters should be materialized on CPU when enabling CPU offloading",
-                expected=f"parameters on {self.device}",
-                got=f"{elsewhere} on {params[0][1].device}",
-                where=where,
-                fix='model.to_empty(device="cpu"), or load a state dict of CPU tensors',
-            )

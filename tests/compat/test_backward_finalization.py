@@ -146,12 +146,11 @@ def test_manual_finalization_supersedes_the_last_backward() -> None:
     model.set_is_last_backward(False)
     context = units_under(model)[0].context
     assert context is not None
-    scheduler = context.scheduler
-    assert not scheduler.is_last_backward
+    assert not context.is_last_backward
     model.set_is_last_backward(True)
-    assert not scheduler.is_last_backward  # superseded
+    assert not context.is_last_backward  # superseded
     model.set_manual_backward_finalization(False)
-    assert scheduler.is_last_backward
+    assert context.is_last_backward
 
 
 @on_ranks(2)

@@ -96,11 +96,7 @@ def test_groups_that_are_alike_pack_the_same_tail_and_tails_for_16384_ranks_take
             fully_shard(unit, mesh=mesh)
         model(torch.ones(1, 4)).sum().backward()
         memory = [
-            {
-                storage._cdata: storage.nbytes()
-                for owner, storage in grads.memory()
-                if owner == "tails"
-            }
+            {tail.data_ptr(): tail.nbytes for tail in grads.tails.values()}
             for unit in units_under(model)
             for grads in unit.grad_groups
         ]

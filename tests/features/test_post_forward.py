@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
+from shardgrad.engine.param_group import local_of
 from shardgrad.engine.unit import units_under
 from shardgrad.errors import LostWorkWarning
 from tests.support.parity import GATHERED, UNSHARDED, Engine, Tensors, as_unsharded, stack
@@ -16,10 +17,10 @@ from tests.support.ranks import on_ranks
 def nbytes_over_fewer_ranks(model: nn.Module) -> int:
     groups = [group for unit in units_under(model) for group in unit.groups]
     return sum(
-        storage.nbytes()
+        local_of(p.post_forward).untyped_storage().nbytes()
         for group in groups
-        for owner, storage in group.memory()
-        if owner == "post-forward shards"
+        for p in group.params
+        if p.post_forward is not None
     )
 
 

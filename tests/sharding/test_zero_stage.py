@@ -137,8 +137,7 @@ def test_a_stage_keeps_what_the_docs_say(stage: int) -> None:
     whole = sum(group.layout.unsharded_numel for group in groups) * 4
     model.set_is_last_backward(False)
     token_loss(model, SHARDGRAD.tokens(0)).backward()
-    held = (entry for group in groups for entry in group.memory())
-    params = sum(storage.nbytes() for owner, storage in held if owner == "unsharded parameters")
+    params = sum(group.unsharded_memory.flat.untyped_storage().nbytes() for group in groups)
     gradients = sum(
         tensor.nbytes for group in groups for tensor in grads_of(group).buffers().values()
     )

@@ -19,6 +19,7 @@ from tests.simulated.programs.audit import edges, is_noticed
 from tests.simulated.programs.edges import (
     ENDS_OF_ONE_RANK,
     NOT_IN_THE_MATRIX,
+    REPLACEMENTS,
     SUMS_OF_ONE_RANK,
     UPDATES_TOLD_OF,
     Edge,
@@ -113,27 +114,35 @@ def test_one_rank_reads_a_parameter_after_the_outermost_forward_began_in_any_str
         optimizer.zero_grad(set_to_none=False)  # None would free memory, which streams wait for
 
 
-def _replaces_a_parameter_while_others_are_updated() -> None:
-    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2)))
-    _sharded(model, model)
+def _replaces_a_parameter_that_is_updated_elsewhere(is_told_first: bool) -> None:
+    model = nn.Linear(4, 4)
+    for param in model.parameters():
+        nn.init.ones_(param)
+    shardgrad.fully_shard(model, mesh=init_device_mesh(device.NAME, (2,)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    side = torch.Stream(device.NAME)
-    for step in range(4):
+    side, home = torch.Stream(device.NAME), torch.accelerator.current_stream()
+    for _ in range(3):
         model(torch.ones(2, 4, device=device.NAME)).square().mean().backward()
-        side.wait_stream(torch.accelerator.current_stream())
+        side.wait_stream(home)
         with side:
             optimizer.step()
             # None would free memory, which streams wait for.
             optimizer.zero_grad(set_to_none=False)
+        model.bias = nn.Parameter(torch.ones_like(model.bias))
+        if not is_told_first:
+            home.wait_stream(side)
+            model.float()  # takes it over
         model.set_post_optim_event(side.record_event())
-        if step % 2:
-            model[1].weight = nn.Parameter(torch.ones_like(model[1].weight))
-    torch.accelerator.current_stream().wait_stream(side)
+    home.wait_stream(side)
 
 
-@pytest.mark.parametrize("removed", [None, UPDATES_TOLD_OF])
-def test_a_parameter_may_be_replaced_while_others_are_updated(removed: Edge | None) -> None:
-    with watched(removed), device.checked(raises=False) as hazards:
-        VirtualRanks(1).run(_replaces_a_parameter_while_others_are_updated)
-    kinds = {hazard.kind for hazard in hazards}
-    assert kinds == ({"read-after-write", "write-after-write"} if removed else set()), hazards
+@pytest.mark.parametrize(
+    ("is_told_first", "edge"), [(True, UPDATES_TOLD_OF), (False, REPLACEMENTS)]
+)
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_a_parameter_may_be_replaced_while_others_are_updated(
+    is_told_first: bool, edge: Edge, is_removed: bool
+) -> None:
+    with watched(edge if is_removed else None), device.checked(raises=False) as hazards:
+        VirtualRanks(2).run(_replaces_a_parameter_that_is_updated_elsewhere, is_told_first)
+    assert bool(hazards) is is_removed, hazards

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardgrad import clip_grad_norm_
 from shardgrad.engine.comm_context import CommContext
+from shardgrad.engine.grad_group import GradGroup
 from shardgrad.engine.lazy_init import lazy_init
 from shardgrad.engine.unit import units_under
 from shardgrad.errors import ShardgradError
@@ -152,11 +153,31 @@ class _Trainer:
 
     def owners(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
         """Yields every storage that outlives a step, with its owner."""
-        yield from self._runtime.memory()
+        for ring in self._runtime.rings:
+            is_of_gathers = ring is self._runtime.gather_ring
+            for slot in ring.slots:
+                owner = "all-gather staging" if is_of_gathers else "reduction staging"
+                yield owner, slot.bytes.untyped_storage()
         for grads in self.context.grad_groups:
-            yield from grads.memory()
-            yield from grads.group.memory()
+            yield from _memory_of(grads)
         for _, tensor in self._optimizer.buffers():
             yield "optimizer state", tensor.untyped_storage()
         for buffer in self._model.buffers():
             yield "buffers", buffer.untyped_storage()
+
+
+def _memory_of(grads: GradGroup) -> Iterator[tuple[str, torch.UntypedStorage]]:
+    """Yields what a group keeps between steps; the last owner of a storage counts."""
+    group = grads.group
+    if group.gather is not None:  # which sends the shard, or under HFSDP an inner shard
+        yield "inner shards", group.gather.chunk.untyped_storage()
+    yield "parameters", group.shard.untyped_storage()
+    if group.unsharded_memory is not None:
+        for storage in group.unsharded_memory.storages:
+            yield "unsharded parameters", storage
+    if grads.shard is not None:
+        yield "gradients", grads.shard.flat.untyped_storage()
+    for unreduced in (grads.sums, *grads.buffers().values()):
+        yield "unreduced gradients", unreduced.untyped_storage()
+    for tail in grads.tails.values():
+        yield "tails", tail.untyped_storage()

@@ -17,7 +17,7 @@ import torch
 from shardgrad.engine import collect
 from shardgrad.engine.grad_group import GradGroup, ReductionScheduler
 from shardgrad.engine.grad_shard import GradShard
-from shardgrad.engine.param import managed_by
+from shardgrad.engine.param_group import managed_by
 from shardgrad.engine.unit import RootContext, Unit
 from shardgrad.optim import selection
 

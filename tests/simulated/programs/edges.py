@@ -62,9 +62,10 @@ ENDS_OF_ONE_RANK = Edge("reduction.py:Reduction._finish", "grad_group.py:GradGro
 # The same where a sum that was packed is begun again.
 SUMS_OF_ONE_RANK = Edge("grad_group.py:GradGroup.pack", "grad_group.py:GradGroup.add_up")
 _OUTSIDE = "outside of the engine"
-# Parameters that are replaced after an update that the program has told of.
-UPDATES_TOLD_OF = Edge(_OUTSIDE, "unit.py:RootContext.enter_forward")
-NOT_IN_THE_MATRIX = (ENDS_OF_ONE_RANK, SUMS_OF_ONE_RANK, UPDATES_TOLD_OF)
+# Parameters that are replaced while an update runs: after the program has told of it, or before.
+UPDATES_TOLD_OF = Edge(_OUTSIDE, "unit.py:RootContext.join_post_optim_event")
+REPLACEMENTS = Edge("param_group.py:ParamGroup.unshard", "param_group.py:ParamGroup.unshard")
+NOT_IN_THE_MATRIX = (ENDS_OF_ONE_RANK, SUMS_OF_ONE_RANK, UPDATES_TOLD_OF, REPLACEMENTS)
 
 
 def _place(frame: FrameType | None) -> str:
