@@ -24,6 +24,9 @@ from shardgrad.engine.unit import Unit
 
 __all__ = ["compare_weights", "noting_weights"]
 
+# Less than any other checksum, so that the largest is another rank's.
+_ROWLESS = torch.iinfo(torch.int64).min
+
 # The checksum of a parameter before it was sharded, and that of this rank's piece.
 _noted: weakref.WeakKeyDictionary[FSDPParam, tuple[torch.Tensor, torch.Tensor]] = (
     weakref.WeakKeyDictionary()
@@ -72,9 +75,12 @@ def compare_weights(units: Sequence[Unit]) -> None:
         checksums = list(map(_unwritten, params))
         for ranks in mesh.comparable_groups:
             unknown = largest([checksum is None for checksum in checksums], ranks)
+            most = largest([_ROWLESS if each is None else each for each in checksums], ranks)
             known = [
-                f"{p.name} had checksum {checksum}"
-                for p, checksum, is_unknown in zip(params, checksums, unknown, strict=True)
+                f"{p.name} had checksum {highest if checksum == _ROWLESS else checksum}"
+                for p, checksum, is_unknown, highest in zip(
+                    params, checksums, unknown, most, strict=True
+                )
                 if not is_unknown
             ]
             require_same_lines(
@@ -91,10 +97,13 @@ def compare_weights(units: Sequence[Unit]) -> None:
 def _unwritten(p: FSDPParam) -> int | None:
     """Returns the checksum from before sharding; None if unknown, or the piece was written since.
 
-    Forgets it.
+    `_ROWLESS` on a rank without rows, whose weights are not in the model. Forgets it.
     """
-    noted, now = _noted.pop(p, None), _sum(local_of(p.sharded))
+    local = local_of(p.sharded)
+    noted, now = _noted.pop(p, None), _sum(local)
     if noted is None or now is None:
         return None
+    if local.numel() == 0:
+        return _ROWLESS
     whole, piece = noted
     return int(whole) if now.item() == piece.item() else None
