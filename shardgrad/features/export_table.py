@@ -8,7 +8,7 @@ compares unequal to the one before.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -77,12 +77,13 @@ def export_table(model: nn.Module) -> dict[str, ExportedParameter]:
         # Not between a forward and its backward.
         if any(group.state is not UNSHARDED for group in each.groups):
             each.refresh()  # adopts parameters that the program has replaced
+    trainers = context.root.mesh.mesh.mesh.flatten().tolist()
     table = {}
     for name, param in model.named_parameters():
         for wrapper in _WRAPPERS:
             name = name.replace(wrapper, "")
         managed = fsdp_param_of(param)
-        row = _unsharded(name, param) if managed is None else _sharded(name, managed)
+        row = _unsharded(name, param, trainers) if managed is None else _sharded(name, managed)
         if row.local.device.type == "meta":
             raise MetaParameterError(
                 f"parameter {name} has no address yet",
@@ -110,13 +111,12 @@ def _sharded(name: str, managed: FSDPParam) -> ExportedParameter:
     return _row(tuple(managed.sharded.shape), dim, rows, holders, local)
 
 
-def _unsharded(name: str, param: nn.Parameter) -> ExportedParameter:
-    """Returns the entry of a parameter that no unit shards: every rank has all of it."""
+def _unsharded(name: str, param: nn.Parameter, trainers: Sequence[int]) -> ExportedParameter:
+    """Returns the entry of a parameter that no unit shards: each of the trainers has all of it."""
     if isinstance(param, DTensor) or not param.is_contiguous():
         raise _unsupported(name, "a DTensor or non-contiguous parameter that no unit shards")
     rows = (0, param.shape[0] if param.ndim else 1)
-    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    return _row(tuple(param.shape), 0, rows, {rows: tuple(range(world))}, param.detach())
+    return _row(tuple(param.shape), 0, rows, {rows: tuple(trainers)}, param.detach())
 
 
 def _row(

@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 import shardgrad
 from shardgrad.errors import MetaParameterError, RootError, UnsupportedParameterError
 from tests.support.parity import SHARDGRAD, hsdp_mesh, stack, token_loss, tower
-from tests.support.ranks import Ranks, on_ranks
+from tests.support.ranks import on_ranks
 from tests.support.tensor_extensions import Narrowed, extended
 from tests.support.under_patch import whole
 
@@ -49,20 +50,11 @@ def whole_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: whole(param) for name, param in model.named_parameters()}
 
 
-def every_address_is_that_of_its_rows(**options: Any) -> None:
-    if "mesh" in options:
-        options["mesh"] = hsdp_mesh(*options["mesh"])
-    model = SHARDGRAD.shard_tower(tower(), **options)
+@pytest.mark.parametrize("replicas", [1, 2])
+@on_ranks(4)
+def test_every_address_is_that_of_its_rows(replicas: int) -> None:
+    model = SHARDGRAD.shard_tower(tower(), mesh=hsdp_mesh(replicas, 4 // replicas))
     assert_is(model, dict(tower().named_parameters()))
-
-
-@pytest.mark.parametrize("stage", [True, False])
-def test_every_address_is_that_of_its_rows(two_ranks: Ranks, stage: bool) -> None:
-    two_ranks.run(every_address_is_that_of_its_rows, reshard_after_forward=stage)
-
-
-def test_replicas_are_named_as_holders_of_the_same_rows(four_ranks: Ranks) -> None:
-    four_ranks.run(every_address_is_that_of_its_rows, mesh=(2, 2))
 
 
 @on_ranks(4)
@@ -154,3 +146,11 @@ def test_what_has_no_rows_in_memory_is_refused() -> None:
     model = SHARDGRAD.fully_shard(extended(Narrowed, 4, 4))
     with pytest.raises(UnsupportedParameterError, match=r"(?s)0\.weight.*all-gather extension"):
         shardgrad.export_table(model)
+
+
+@on_ranks(2)
+def test_a_parameter_that_no_unit_shards_is_on_the_ranks_of_the_model() -> None:
+    mesh, model = DeviceMesh("cpu", [0]), stack(4, 4)
+    if dist.get_rank() == 0:
+        SHARDGRAD.fully_shard(model, mesh=mesh, ignored_params={model[0].bias})
+        assert shardgrad.export_table(model)["0.bias"].holders == {(0, 4): (0,)}
