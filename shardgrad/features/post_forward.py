@@ -133,7 +133,9 @@ class PostForwardGroup(ParamGroup):
                 p.register(p.sharded)
 
     def _smaller_gather(self, comm_ctx: CommContext, mesh: DataParallelMesh) -> PostForwardGather:
-        if self._smaller is None or self._smaller.comm_ctx is not comm_ctx:
+        smaller = self._smaller
+        made_for = None if smaller is None else (smaller.comm_ctx, smaller.collectives)
+        if smaller is None or made_for != (comm_ctx, self.collectives):
             shardings = [p.sharding for p in self.params]
             layout = ShardLayout.of(
                 [sharding.shape for sharding in shardings],
@@ -145,7 +147,7 @@ class PostForwardGroup(ParamGroup):
             dtype = self.gather_dtype
             with torch.inference_mode(mode=False):
                 chunk = torch.empty(layout.chunk_numel, dtype=dtype, device=mesh.device)
-            self._smaller = PostForwardGather(
+            smaller = self._smaller = PostForwardGather(
                 chunk,
                 layout,
                 mesh,
@@ -155,7 +157,7 @@ class PostForwardGroup(ParamGroup):
                 self.collectives,
                 params=self.params,
             )
-        return self._smaller
+        return smaller
 
     def _launch(self, comm_ctx: CommContext, version: tuple[int, int]) -> AllGather:
         if self._smaller is not None and self.state is ParamState.POST_FORWARD:

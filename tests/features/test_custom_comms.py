@@ -111,6 +111,17 @@ def test_own_collectives_run_in_the_group_of_each_unit() -> None:
     assert all(map(torch.equal, model.parameters(), right))
 
 
+@on_ranks(4)
+def test_the_latest_collective_gathers_shards_over_fewer_ranks_too() -> None:
+    counts: Counter[str] = Counter()
+    model = stack(5, 4)
+    SHARDGRAD.shard(model[0], model, reshard_after_forward=2)
+    for gathers in (0, 2):
+        model(torch.ones(2, 5)).sum().backward()
+        assert counts["gathered"] == gathers
+        model[0].set_custom_all_gather(CountedGather(counts, keeps_buffer=False))
+
+
 @pytest.mark.parametrize(("forced", "replicas"), [(False, 1), (True, 1), (True, 2)])
 @on_ranks(2)
 @as_under_fsdp2
