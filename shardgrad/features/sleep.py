@@ -93,20 +93,21 @@ def sleep(
             got="gradients that are not None",
             fix="optimizer.zero_grad() before shardgrad.sleep(model, optimizer, level=2)",
         )
-    with ExitStack() as undo:  # a refusal changes nothing
+    with ExitStack() as undo:  # a refusal changes nothing, a failure loses nothing
         for sleeper in (pool if level > 1 else None, optimizer):
             if sleeper is not None:
                 sleeper.offload()
                 undo.callback(sleeper.reload)
+        if level > 1:
+            context.quiesce()
+            memory = [tensor for tensor in shards if is_virtual(tensor)]
+            flat = [gradient.flat for gradient in gradients if is_virtual(gradient.flat)]
+            give_back(flat, keep=False)
+            undo.callback(bring_back, flat)
+            give_back(memory, keep=level == 2)
+            _asleep[context] = _refuse_reads(model), memory + flat
+            context.is_asleep = True
         undo.pop_all()
-    if level > 1:
-        context.quiesce()
-        memory = [tensor for tensor in shards if is_virtual(tensor)]
-        give_back(memory, keep=level == 2)
-        flat = [gradient.flat for gradient in gradients if is_virtual(gradient.flat)]
-        give_back(flat, keep=False)
-        _asleep[context] = _refuse_reads(model), memory + flat
-        context.is_asleep = True
 
 
 def wake(model: nn.Module, optimizer: Sleeper | None = None, pool: Sleeper | None = None) -> None:

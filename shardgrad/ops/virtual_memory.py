@@ -14,6 +14,7 @@ import mmap
 import tempfile
 import weakref
 from collections.abc import Iterable
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -65,11 +66,16 @@ def require_virtual(tensors: Iterable[torch.Tensor]) -> None:
 def give_back(tensors: Iterable[torch.Tensor], *, keep: bool = True) -> None:
     """Releases memory after all work on it. Contents are saved if `keep`, else lost.
 
+    If they cannot be saved, such as on a full disk, nothing is released.
+
     Streams: the host waits for the device. Capture: not safe.
     """
-    for tensor in tensors:
-        pages: _HostPages | _DevicePages = tensor.__dict__[_PAGES]
-        pages.give_back(keep)
+    with ExitStack() as undo:
+        for tensor in tensors:
+            pages: _HostPages | _DevicePages = tensor.__dict__[_PAGES]
+            pages.give_back(keep)
+            undo.callback(pages.bring_back)
+        undo.pop_all()
 
 
 def bring_back(tensors: Iterable[torch.Tensor]) -> None:
@@ -93,8 +99,10 @@ class _HostPages:
 
     def give_back(self, keep: bool) -> None:
         if keep:
-            self._file = tempfile.TemporaryFile()  # noqa: SIM115  # until it is read
-            self._file.write(self._map)
+            file: Any = tempfile.TemporaryFile()  # noqa: SIM115  # until it is read
+            file.write(self._map)
+            file.flush()  # a full disk fails here, and not when it is read
+            self._file = file
         self._map.madvise(mmap.MADV_DONTNEED)
 
     def bring_back(self) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -38,20 +40,22 @@ def resident_nbytes() -> int:
 def test_pages_come_back_at_their_address_with_what_was_in_them() -> None:
     gc.collect()
     size = 1 << 26
-    memory = virtual_zeros(size, torch.float32, torch.device("cpu"))
+    memory, empty = (
+        virtual_zeros(numel, torch.float32, torch.device("cpu")) for numel in (size, 0)
+    )
     assert not memory.any()
     view, address = memory[1000:].view(-1, 4), memory.data_ptr()
     right = torch.randn(size)
     memory.copy_(right)
     before = resident_nbytes()
     for cycle in range(3):
-        give_back([memory])
+        give_back([memory, empty])
         assert before - resident_nbytes() > 0.99 * memory.nbytes
         other = virtual_zeros(size, torch.float32, torch.device("cpu"))
         other.fill_(7.0)
         assert other.data_ptr() != address
         del other
-        bring_back([memory])
+        bring_back([memory, empty])
         assert memory.data_ptr() == address
         assert torch.equal(memory, right)
         assert torch.equal(view.flatten(), right[1000:])
@@ -59,13 +63,6 @@ def test_pages_come_back_at_their_address_with_what_was_in_them() -> None:
     give_back([memory], keep=False)
     bring_back([memory])
     assert not memory.any()
-
-
-def test_memory_without_elements_can_be_given_back() -> None:
-    empty = virtual_zeros(0, torch.float32, torch.device("cpu"))
-    give_back([empty])
-    bring_back([empty])
-    assert empty.shape == (0,)
 
 
 def test_addresses_are_free_once_no_tensor_is_left() -> None:
@@ -272,11 +269,18 @@ def test_what_cannot_sleep_is_refused() -> None:
 
 
 @on_ranks(2)
-def test_a_sleep_that_is_refused_for_its_graphs_leaves_the_optimizer_as_it_was() -> None:
+def test_a_sleep_that_is_refused_or_fails_leaves_everything_as_it_was() -> None:
     model, optimizer = built()
     take_steps(SHARDGRAD, model, optimizer, range(1))
+    optimizer.zero_grad()
+    right, states = contents(model, optimizer), sum("step" not in n for n, _ in optimizer.buffers())
     with pytest.raises(OptionError, match="pool's memory cannot"):
         shardgrad.sleep(model, optimizer, shardgrad.GraphPool(), level=2)
+    files = map(TemporaryFile, ["w+b"] * (states + 1))  # for all states, and not all weights
+    full_disk = patch("tempfile.TemporaryFile", side_effect=[*files, OSError("no room")])
+    with full_disk, pytest.raises(OSError, match="no room"):
+        shardgrad.sleep(model, optimizer, level=2)
+    assert_same_bits(contents(model, optimizer), right)
     take_steps(SHARDGRAD, model, optimizer, range(1))
     shardgrad.sleep(model, optimizer)
     with pytest.raises(OptionError, match="pool's memory cannot"):
