@@ -10,15 +10,16 @@ The search starts from the program's function and the objects among the step's a
 a function's closure, default values and the globals that it names; attributes of objects and
 modules and of their classes; elements of lists, tuples and dictionaries; module hooks; and other
 functions of the program, such as methods. It does not follow optimizers, iterators, objects of
-torch other than modules, and the parameters and buffers of modules that were passed to
-`graphed_step`.
+torch other than modules and schedulers, and the parameters and buffers of modules that were passed
+to `graphed_step`.
 """
 
 from __future__ import annotations
 
 import functools
+import reprlib
 from collections import ChainMap, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -29,11 +30,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from shardgrad.graphs.outputs import host_value, plain_tensors
 from shardgrad.graphs.program_line import is_of_the_program
 
-__all__ = ["Place", "address_of", "closed_over"]
+__all__ = ["Place", "address_of", "changed_numbers", "closed_over", "numbers"]
 
 _MOST_PARTS = 1_000  # limit of attributes or elements followed in one object
 _MOST_OBJECTS = 20_000  # limit of objects visited in one search
@@ -133,6 +135,20 @@ def closed_over(
                 waiting.append(Place(full, place.root, (*place.way, *on)))
 
 
+def numbers(found: Iterable[tuple[Place, Any]]) -> dict[str, Any]:
+    """Returns the values other than tensors that `closed_over` has found, by their names."""
+    return {place.name: value for place, value in found if not isinstance(value, torch.Tensor)}
+
+
+def changed_numbers(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Describes the numbers and strings, by the names of their places, that have changed."""
+    return [
+        f"{name} changed from {reprlib.repr(value)} to {reprlib.repr(now[name])}"
+        for name, value in before.items()
+        if name in now and now[name] != value
+    ]
+
+
 def _parts(value: Any) -> Iterator[tuple[str, _Way]]:
     """Yields (name, way) of each part to follow. A name that begins with "." or "[" is appended to
     the object's name; others replace it.
@@ -160,7 +176,7 @@ def _parts(value: Any) -> Iterator[tuple[str, _Way]]:
         own: Any = [vars(each) for each in value.__mro__ if not _is_torchs_or_ours(each)]
         parts = ChainMap(*own).items()
         names = [n for n, part in parts if isinstance(part, _CODE) or not n.startswith("__")]
-    elif isinstance(value, nn.Module) or not _is_torchs_or_ours(type(value)):
+    elif isinstance(value, nn.Module | LRScheduler) or not _is_torchs_or_ours(type(value)):
         names = _attributes(value)
         yield "", ((getattr, "__class__"),)  # for its functions, and what they find there
     for name in names:

@@ -84,15 +84,18 @@ class ModuleState(Capturable):
         self._registration = Registration(params)
         self._modules = tuple(self._module.modules())
         # Other host state that a step may set: (dictionary, key) of each value.
-        settings = [vars(unit.reductions) for unit in self._units]
         of_unit = "reshard_after_forward", "reshard_after_backward", "unshard_in_backward"
+        reductions = [unit.reductions for unit in self._units]
+        switches: Any = (
+            (self._modules, ("training",)),
+            (self._units, of_unit),
+            (reductions, reductions and vars(reductions[0])),
+            (self._grad_groups, SWITCHES),
+            ([grads.partial for grads in self._grad_groups], ("is_live",)),
+            (self._contexts, ("is_last_backward",)),
+        )
         self._switches = [
-            *((vars(module), "training") for module in self._modules),
-            *((vars(unit), name) for unit in self._units for name in of_unit),
-            *((each, name) for each in settings for name in each),
-            *((vars(grads), name) for grads in self._grad_groups for name in SWITCHES),
-            *((vars(grads.partial), "is_live") for grads in self._grad_groups),
-            *((vars(each), "is_last_backward") for each in self._contexts),
+            (vars(one), name) for owners, names in switches for one in owners for name in names
         ]
         # The dictionaries that register submodules, buffers, and parameters that are not sharded.
         self._registers: list[dict[str, Any]] = []

@@ -3,21 +3,29 @@
 A capture raises at an operation that a graph cannot contain, and values that it freezes are found
 by capturing twice (`comparison.py`). This file covers the rest. Settings with which a capture would
 harm the process are refused before it. Conditions that make captures fail far from their cause are
-added to the error.
+added to the error. On a device without graphs, an eager call is watched instead of a capture.
 """
 
 from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributions import Distribution
 from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardgrad.errors import CaptureError, ShardgradError
+from shardgrad.graphs import eager_regions
+from shardgrad.graphs.closed_over import changed_numbers, closed_over, numbers
+from shardgrad.graphs.program_line import TORCH, is_of_the_program
 from shardgrad.ops.library import build_command, has_kernels
 
 __all__ = [
@@ -25,6 +33,7 @@ __all__ = [
     "environment_issues",
     "harmful_settings",
     "require_launch_order",
+    "watched",
 ]
 
 _BLOCKING = {
@@ -53,8 +62,13 @@ _HOST_READ = CaptureError(
     fix="return the value from the step and read it afterwards; use torch.where instead of an if, "
     "and shardgrad.graphs.outside for host work in the middle of the step",
 )
-# By cudaError_t. CUDA raises those about streams at the call that breaks the capture.
-_CUDA_ERRORS: dict[int | None, CaptureError] = {
+# By the function of torch that raises, in which an error in a capture has only one cause, and by
+# cudaError_t. CUDA raises those about streams at the call that breaks the capture.
+_CAUSES: dict[object, CaptureError] = {
+    torch.amp.GradScaler.step.__code__: _SCALER,
+    checkpoint.get_device_states.__code__: _SAVED_STATE,
+    Distribution.__init__.__code__: _VALIDATED,
+    Distribution._validate_sample.__code__: _VALIDATED,
     900: _HOST_READ,
     904: CaptureError(
         "the step launches work on another stream and does not wait for it",
@@ -74,13 +88,13 @@ _COPY = CaptureError(
     fix="create it before the step and pass it as an argument; or use torch.full or torch.arange "
     "with device=, and fill_ for an element",
 )
-# Functions of torch in which an error in a capture has only one cause.
-_RAISING = {
-    torch.amp.GradScaler.step.__code__: _SCALER,
-    checkpoint.get_device_states.__code__: _SAVED_STATE,
-    Distribution.__init__.__code__: _VALIDATED,
-    Distribution._validate_sample.__code__: _VALIDATED,
-}
+# Operations whose result, or its shape, the host reads. The first is `.item()`, float(x) and if x.
+_HOST_READS = (
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.masked_select.default,
+)
 
 
 def environment_issues(device: torch.device) -> Iterator[CaptureError]:
@@ -113,14 +127,14 @@ def cause_of(error: BaseException) -> ShardgradError:
     """Returns the cause of an error inside a capture. An error of this package is its own cause."""
     if isinstance(error, ShardgradError):
         return error
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_code in _RAISING:
-            return _RAISING[frame.f_code]
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for key in (*codes, getattr(error, "error_code", None)):
+        if key in _CAUSES:
+            return _CAUSES[key]
     if "Cannot copy between CPU and CUDA tensors" in str(error):  # before torch calls CUDA
         return _COPY
     what = f"{type(error).__name__}: {error}".splitlines()[0]
-    unknown = CaptureError(what, fix=_HOST_READ.fix)
-    return _CUDA_ERRORS.get(getattr(error, "error_code", None), unknown)
+    return CaptureError(what, fix=_HOST_READ.fix)
 
 
 def require_launch_order(groups: Iterable[dist.ProcessGroup]) -> None:
@@ -164,6 +178,64 @@ def harmful_settings(device: torch.device) -> Iterator[CaptureError]:
             "the allocator uses expandable segments, which NCCL tries to register for graphs",
             "export NCCL_GRAPH_REGISTER=0",
         )
+
+
+@contextmanager
+def watched(
+    function: Callable[..., Any], modules: Sequence[nn.Module], found: list[str]
+) -> Iterator[None]:
+    """Surrounds an eager call on a device without graphs. Adds to `found` what a capture would
+    refuse or freeze, as far as that shows there: lines of the program that read a tensor on the
+    host or print it, except in `outside`, and numbers that the function closes over and changes,
+    such as those of a scheduler.
+
+    Args:
+        function: the step's function.
+        modules: the modules that were passed to `graphed_step`.
+        found: the list to add to.
+    """
+    search = partial(closed_over, function, modules, frozenset())
+    to_text: Callable[..., str] = torch._tensor_str._str
+
+    def note() -> None:
+        stack = traceback.extract_stack()
+        reader = next(f for f in reversed(stack) if not f.filename.startswith((TORCH, __file__)))
+        # This package reads tensors that are on the host on every device.
+        is_allowed = eager_regions.__file__ in [frame.filename for frame in stack]
+        if is_of_the_program(reader.filename) and not is_allowed:
+            file, number, name, text = reader
+            found.append(f"{file}:{number} in {name}: {text}")
+
+    def noted(*args: Any, **kwargs: Any) -> str:
+        note()
+        return to_text(*args, **kwargs)
+
+    before = numbers(search())
+    torch._tensor_str._str = noted  # which runs without modes
+    try:
+        with _HostReads(note):
+            yield
+    finally:
+        torch._tensor_str._str = to_text
+    found += changed_numbers(before, numbers(search()))
+
+
+class _HostReads(TorchDispatchMode):
+    """Calls `note` at every operation of `_HOST_READS`."""
+
+    def __init__(self, note: Callable[[], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._note = note
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Keeps compiled regions compiled, as in `Reads`."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _HOST_READS:
+            self._note()
+        return func(*args, **(kwargs or {}))
 
 
 def _setting(what: str, fix: str) -> CaptureError:

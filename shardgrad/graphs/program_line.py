@@ -12,12 +12,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-__all__ = ["is_of_the_program", "line_that_raised"]
+__all__ = ["TORCH", "is_of_the_program", "line_that_raised"]
 
+TORCH = str(Path(torch.__file__).parent)
 # File names of generated code, which is not the program's.
 _GENERATED = ("<frozen ", "<eval_with_key>", "<__array_function__")
 # Files under these paths are not the program's. A simulated device adds its own.
-LIBRARIES = [str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), *_GENERATED]
+LIBRARIES = [TORCH, str(Path(__file__).parents[1]), *_GENERATED]
 
 
 @cache

@@ -11,10 +11,10 @@ Every call is one training step in each of them.
 from __future__ import annotations
 
 import functools
-import reprlib
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import nullcontext
 from itertools import chain
 from operator import call
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
@@ -28,6 +28,7 @@ from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import CaptureError, CollectiveError, OptionError, listed
 from shardgrad.graphs.capturable import CaptureAgain, capturable, difference
 from shardgrad.graphs.captured import CapturedStep, Key
+from shardgrad.graphs.closed_over import changed_numbers
 from shardgrad.graphs.comparison import Comparison
 from shardgrad.graphs.eager_regions import handle_eager_calls, is_in_step
 from shardgrad.graphs.inputs import InputBuffers, Inputs, flatten_inputs, for_eager_call
@@ -39,6 +40,7 @@ from shardgrad.graphs.preflight import (
     environment_issues,
     harmful_settings,
     require_launch_order,
+    watched,
 )
 from shardgrad.graphs.program_line import line_that_raised
 from shardgrad.graphs.reads import Reads
@@ -86,7 +88,9 @@ def graphed_step(
     that a capture would freeze, such as a Python number that changes from call to call, the first
     call after a capture captures the step again: both graphs run from the same state and must
     produce the same bits. This call counts as one step. On a device without graphs, such as the
-    CPU, every call runs eagerly, with the same rules for inputs and outputs.
+    CPU, every call runs eagerly, with the same rules for inputs and outputs. The first one warns,
+    and names what a graph would not repeat, as far as that shows there: lines that read a tensor on
+    the host, and numbers that the function closes over and changes, as `schedule.step()` does.
 
     For example:
 
@@ -179,6 +183,7 @@ class GraphedStep(Generic[_P, _R]):
         # The keys of the latest eager calls, each with the random numbers that the call's
         # recomputed regions drew.
         self._seen: dict[Key, Redraws] = {}
+        self._found: list[str] = []  # on a device without graphs: what a capture would not repeat
         self._thread_id = threading.get_ident()
         self._closed = False
         self._before: Key = (), ()  # the key of the latest call
@@ -270,17 +275,14 @@ class GraphedStep(Generic[_P, _R]):
 
         args, kwargs = for_eager_call(inputs, self.pool.device)
         redraws = Redraws(self.pool)
-        with handle_eager_calls(call_region), redraws.active():
+        is_told = not (self.pool.can_capture or self.eager_steps)
+        watch = watched(self._function, self._modules, self._found) if is_told else nullcontext()
+        with handle_eager_calls(call_region), redraws.active(), watch:
             outputs = detached(self._function(*args, **kwargs))
         self._note_border()
         self.eager_steps += 1
-        if self.eager_steps == 1 and not self.pool.can_capture:
-            self._warn(
-                f"runs eagerly on every call, because {self.pool.device.type} has no graphs. The "
-                "results are the same. Whether it can be captured shows only on a device with "
-                "graphs.",
-                depth=5,
-            )
+        if is_told:
+            self._warn(f"{self._without_graphs()}.", depth=5)
         self._seen.pop(self._before, None)
         self._seen[self._before] = redraws
         # Those that have a graph may be among them, so as many others are kept.
@@ -306,7 +308,7 @@ class GraphedStep(Generic[_P, _R]):
         latest kind of call runs eagerly, if it does.
         """
         if not self.pool.can_capture:
-            why = f"every call runs eagerly, because {self.pool.device.type} has no graphs"
+            why = f"it {self._without_graphs()}"
         elif self._before[0] in self._refused:
             why = f"it {self._refused[self._before[0]]}"
         else:
@@ -315,6 +317,12 @@ class GraphedStep(Generic[_P, _R]):
             f"{self._name}: {self.captures} graphs captured, {self.replays} calls replayed, "
             f"{self.eager_steps} eager; {why}"
         )
+
+    def _without_graphs(self) -> str:
+        why = f"runs eagerly on every call, because {self.pool.device.type} has no graphs. "
+        why += "The results are the same"
+        found = listed(list(dict.fromkeys(self._found)), separator="; ")
+        return f"{why}. A graph could not repeat its work on the host: {found}" if found else why
 
     # -- capturing
 
@@ -373,7 +381,18 @@ class GraphedStep(Generic[_P, _R]):
                 again.reset()
                 if self._raises:
                     comparison.restore()
-                self._refuse(_frozen(frozen, first.reads.numbers, again.reads.numbers))
+                changed = changed_numbers(first.reads.numbers, again.reads.numbers)
+                self._refuse(
+                    CaptureError(
+                        "it would be wrong as a graph: captured again in the next call, it "
+                        f"computed different values of {listed(frozen)}",
+                        where=f"between the two captures, {listed(changed)}" if changed else None,
+                        fix="pass values that change between calls as arguments, and numbers as "
+                        "tensors; step schedulers between calls; draw random numbers on the "
+                        "device; pass state that the step writes to graphed_step(...) as a "
+                        "shardgrad.graphs.Capturable",
+                    )
+                )
             again.buffers.write_back(inputs, outputs)
             return outputs
         finally:
@@ -485,6 +504,7 @@ class GraphedStep(Generic[_P, _R]):
             self._graphs.pop().reset()
         self._refused.clear()
         self._seen.clear()
+        self._found.clear()
         self.eager_steps = self.captures = self.replays = 0
 
     def close(self) -> None:
@@ -494,27 +514,6 @@ class GraphedStep(Generic[_P, _R]):
         """
         self.reset()
         self._closed = True
-
-
-def _frozen(
-    names: Sequence[str], before: Mapping[str, Any], now: Mapping[str, Any]
-) -> CaptureError:
-    """Returns an error with the results that differ between two captures, and the numbers that
-    changed in between.
-    """
-    changed = [
-        f"{name} changed from {reprlib.repr(value)} to {reprlib.repr(now[name])}"
-        for name, value in before.items()
-        if name in now and now[name] != value
-    ]
-    return CaptureError(
-        "it would be wrong as a graph: captured again in the next call, it computed different "
-        f"values of {listed(names)}",
-        where=f"between the two captures, {listed(changed)}" if changed else None,
-        fix="pass values that change between calls as arguments, and numbers as tensors; step "
-        "schedulers between calls; draw random numbers on the device; pass state that the step "
-        "writes to graphed_step(...) as a shardgrad.graphs.Capturable",
-    )
 
 
 _MODES: tuple[Callable[[], Hashable], ...] = (

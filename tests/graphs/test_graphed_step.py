@@ -86,6 +86,41 @@ def test_a_device_without_graphs_is_told_once() -> None:
         step(torch.ones(2))
 
 
+HOST_WORK: dict[str, Callable[[Tensor, Any], object]] = {
+    "loss.item": lambda loss, schedule: loss.item(),
+    "if loss": lambda loss, schedule: 1 if loss > 3 else 2,
+    "print(loss)": lambda loss, schedule: print(loss),
+    "format(loss)": lambda loss, schedule: f"{loss:.2f}",
+    "schedule.last_epoch changed from 0 to 1": lambda loss, schedule: schedule.step(),
+    "": lambda loss, schedule: shardgrad.graphs.outside(loss.item),
+}
+
+
+@pytest.mark.parametrize("named", HOST_WORK)
+def test_without_graphs_a_step_names_the_work_of_the_host_that_a_graph_would_not_repeat(
+    named: str,
+) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = shardgrad.optim.AdamW(model.parameters())
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+
+    @shardgrad.graphed_step(model, optimizer)
+    def step(x: Tensor) -> None:
+        loss = model(x).sum()
+        loss.backward()
+        shardgrad.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        HOST_WORK[named](loss.detach(), schedule)
+
+    with pytest.warns(shardgrad.UncapturableStepWarning) as caught:
+        step(torch.ones(2, 4))
+    text = str(caught[0].message)
+    assert ("could not repeat" in text) == bool(named)
+    assert named.removeprefix("format(") in text
+    assert (f"{__file__}:" in text) == (bool(named) and "changed" not in named)
+    assert text.removesuffix(".").endswith(step.status().partition("; it ")[2])
+
+
 def test_seven_new_shapes_in_a_row_are_a_warning_with_the_last() -> None:
     _, step = training()
     with warnings.catch_warnings():
@@ -196,8 +231,8 @@ def test_a_step_says_in_a_sentence_how_its_calls_have_run() -> None:
     _, step = training()
     step(torch.ones(3, 4))
     assert step.status() == (
-        "training.<locals>.step: 0 graphs captured, 0 calls replayed, 1 eager; every call runs "
-        "eagerly, because cpu has no graphs"
+        "training.<locals>.step: 0 graphs captured, 0 calls replayed, 1 eager; it runs eagerly on "
+        "every call, because cpu has no graphs. The results are the same"
     )
 
 
