@@ -123,13 +123,15 @@ def wake(model: nn.Module, optimizer: Sleeper | None = None, pool: Sleeper | Non
         optimizer: as for `sleep`.
         pool: as for `sleep`.
 
+    If there is not enough memory, it may be called again.
+
     Streams: copies on the current stream. Capture: not safe.
     """
     context = root_of(model, "wake")
-    undo, memory = _asleep.pop(context, ([], []))
-    for each in undo:
-        each()
-    bring_back(memory)
+    undo, memory = _asleep.get(context, ([], []))
+    bring_back(memory)  # if this fails, the model still sleeps
+    while undo:
+        undo.pop()()
     context.is_asleep = False
     for sleeper in (optimizer, pool):
         if sleeper is not None:
@@ -137,8 +139,8 @@ def wake(model: nn.Module, optimizer: Sleeper | None = None, pool: Sleeper | Non
 
 
 def _refuse_reads(model: nn.Module) -> list[Callable[[], Any]]:
-    """Makes state dicts and reads of a weight raise: a state dict would save zeros, or load values
-    that `wake` overwrites. Returns functions that undo this.
+    """Makes state dicts, `module.to()` and reads of a weight raise: a state dict would save zeros,
+    or load values that `wake` overwrites. Returns functions that undo this.
     """
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
@@ -148,6 +150,8 @@ def _refuse_reads(model: nn.Module) -> list[Callable[[], Any]]:
     for module in model.modules():
         undo.append(module.register_state_dict_pre_hook(refuse).remove)
         undo.append(module.register_load_state_dict_pre_hook(refuse).remove)
+        module.__dict__["_apply"] = refuse
+        undo.append(partial(module.__dict__.pop, "_apply"))
     for param in model.parameters():
         if isinstance(param, DTensor):
             for method in ("full_tensor", "to_local", "redistribute"):

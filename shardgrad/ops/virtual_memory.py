@@ -78,14 +78,18 @@ def give_back(tensors: Iterable[torch.Tensor], *, keep: bool = True) -> None:
         undo.pop_all()
 
 
-def bring_back(tensors: Iterable[torch.Tensor]) -> None:
+def bring_back(tensors: list[torch.Tensor]) -> None:
     """Maps memory again at the same addresses, with its saved contents, or zeros.
+
+    Takes out of the list what is back, so that a call that failed, such as for want of memory, can
+    be repeated.
 
     Streams: filled on the current one. Capture: not safe.
     """
-    for tensor in tensors:
-        pages: _HostPages | _DevicePages = tensor.__dict__[_PAGES]
+    while tensors:
+        pages: _HostPages | _DevicePages = tensors[-1].__dict__[_PAGES]
         pages.bring_back()
+        del tensors[-1]
 
 
 class _HostPages:
@@ -106,11 +110,10 @@ class _HostPages:
         self._map.madvise(mmap.MADV_DONTNEED)
 
     def bring_back(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            with file:
-                file.seek(0)
-                file.readinto(self._map)
+        if self._file is not None:
+            self._file.seek(0)
+            self._file.readinto(self._map)
+            self._file = None
 
 
 # -- CUDA
@@ -192,10 +195,11 @@ class VirtualPool:
 
         Streams: filled on the current one. Capture: not safe.
         """
-        away, self._away = self._away, []
-        for each in away:
+        while self._away:
+            each = self._away[-1]
             _change("map", each)
             _tensor_over(each).fill_(0xFF)  # a NaN in every floating-point dtype
+            del self._away[-1]
 
 
 @cache

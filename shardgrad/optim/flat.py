@@ -433,8 +433,7 @@ class FlatOptimizer(Optimizer):
         """
         from shardgrad.ops.virtual_memory import bring_back
 
-        states, self._away = self._away, []
-        bring_back(states)
+        bring_back(self._away)
 
     def state_dict(self) -> dict[str, Any]:
         """See `torch.optim.Optimizer.state_dict`. If states are on the host, waits for their

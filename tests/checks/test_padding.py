@@ -19,7 +19,13 @@ def layer(rows: int) -> nn.Linear:
 
 @pytest.mark.parametrize(
     ("ranks", "rows", "told"),
-    [(64, 4096, None), (4096, 4096, None), (16384, 4096, "4.0 times"), (1024, 384, "2.7 times")],
+    [
+        (64, 4096, None),
+        (128, 1, None),  # too little to be worth a word
+        (4096, 4096, None),
+        (16384, 4096, "4.0 times"),
+        (1024, 384, "2.7 times"),
+    ],
 )
 def test_a_unit_that_sends_mostly_padding_is_told_of_with_the_mesh_that_cures_it(
     ranks: int, rows: int, told: str | None
@@ -41,12 +47,6 @@ def test_a_unit_that_sends_mostly_padding_is_told_of_with_the_mesh_that_cures_it
         )
         fully_shard(layer(rows), mesh=mesh)
         assert not [one for one in said if one.category is PaddingWarning]
-
-
-def test_little_padding_is_not_worth_a_word() -> None:
-    with fake_world((1024,)), warnings.catch_warnings():
-        warnings.simplefilter("error", PaddingWarning)
-        fully_shard(nn.Linear(8, 8))
 
 
 def test_a_warning_that_is_an_error_leaves_the_module_as_it_was() -> None:
