@@ -71,9 +71,7 @@ class Chunks:
         """Returns a piece."""
         part = self._parts.get(place)
         if part is None:
-            with torch.inference_mode(mode=False):
-                part = self.whole.narrow(0, place * self.numel, self.numel)
-            self._parts[place] = part
+            part = self._parts[place] = self.whole.narrow(0, place * self.numel, self.numel)
         return part
 
     @cached_property
@@ -84,8 +82,7 @@ class Chunks:
     @cached_property
     def ends(self) -> torch.Tensor:
         """The last elements of each piece, `[count, TAG_NUMEL]`, where messages have their tags."""
-        with torch.inference_mode(mode=False):
-            return self.whole.view(self.count, -1)[:, -TAG_NUMEL:]
+        return self.whole.view(self.count, -1)[:, -TAG_NUMEL:]
 
 
 class Slot:
@@ -165,13 +162,6 @@ class Slot:
         else:
             self.nbytes = 0
             self.bytes.untyped_storage().resize_(0)  # views stay, for the next time
-
-    def start_writing(self, stream: Stream) -> None:
-        """Makes `stream` wait until the slot is free, before its first write."""
-        if self._lenders:
-            self.return_lent()
-        if self.nbytes:
-            self.free.wait(stream)
 
     def lend(self, tensors: Sequence[torch.Tensor], streams: Sequence[Stream]) -> None:
         """Keeps `tensors` alive until `release`; `streams` wait for it before reusing
@@ -261,7 +251,10 @@ class SlotRing:
                 each.give_back()
             self._largest = max(nbytes, self._largest)
         pieces = slot.take(nbytes, sizes)
-        slot.start_writing(writer)
+        if slot.lent:
+            slot.return_lent()
+        if slot.nbytes:
+            slot.free.wait(writer)
         return slot, pieces
 
     def resize(self, depth: int) -> None:

@@ -136,7 +136,6 @@ class GradShard:
         self.stream: Stream = None  # on which memory is allocated; None on the CPU
         self.is_captured = False
         self._nothing = home.zeros(0, dtype)
-        self.touched: tuple[bool, ...] = ()  # on this rank, in the last reduction; empty before it
         self._index = {id(param): i for i, param in enumerate(self.params)}
         # The flags, as far as the host knows them.
         self.flagged = [False] * len(self.params)
@@ -145,8 +144,9 @@ class GradShard:
         # an infinity or a NaN; and each gradient's version when it was checked.
         self.judged: dict[int, torch.Tensor] = {}
         self._judged_at = [0] * self.count
-        # Flags that `decide` waits for, and the event of their arrival.
-        self._told: tuple[torch.Tensor, StreamEvent] | None = None
+        # What was touched on this rank, the flags that `decide` waits for, and the event of their
+        # arrival.
+        self._told: tuple[tuple[bool, ...], torch.Tensor, StreamEvent] | None = None
         self.hooked: list[torch.Tensor] = []
         self.read: list[torch.Tensor] = []  # kept until the program's stream waits for a reduction
         for param in self.params:
@@ -380,19 +380,19 @@ class GradShard:
 
         Streams: if some were not touched, copies the flags to the host on the current one.
         """
-        self.touched = touched
         # If this rank has a gradient for every parameter, other ranks can add none.
         self.flagged = list(touched)
         if not all(touched):
             if self.is_captured:  # cannot read from the device
                 self.flagged = list(self._seen.get(touched, (True,) * len(touched)))
             elif self._brought is not None:  # along with the gradients
-                self._told = self.flags, self._brought
+                self._told = touched, self.flags, self._brought
             else:
                 flags = torch.empty_like(self.flags, device="cpu", pin_memory=self.flags.is_cuda)
                 flags.copy_(self.flags, non_blocking=True)
-                self._told = flags, streams.event()
-                self._told[1].record(streams.current())
+                arrived = streams.event()
+                arrived.record(streams.current())
+                self._told = touched, flags, arrived
         self._bind(self.flagged)
 
     def _bind(self, places: Sequence[bool]) -> None:
@@ -426,13 +426,13 @@ class GradShard:
         """
         told, self._told = self._told, None
         if told is not None:
-            flags, arrived = told
+            touched, flags, arrived = told
             arrived.wait_on_host()
-            pairs = zip(self.touched, flags.tolist(), strict=True)
+            pairs = zip(touched, flags.tolist(), strict=True)
             self.flagged = [here or flag > 0 for here, flag in pairs]
-            self._seen[self.touched] = tuple(self.flagged)
+            self._seen[touched] = tuple(self.flagged)
             # Gradients of this rank are bound already.
-            self._bind(list(map(gt, self.flagged, self.touched)))
+            self._bind(list(map(gt, self.flagged, touched)))
         if self._brought is not None:
             self._brought.wait_on_host()
 

@@ -566,14 +566,11 @@ class ParamGroup:
         """The unit, for errors."""
         return f"unit {self.name or 'root'!r}"
 
-    @property
-    def _holds_bytes(self) -> bool:
-        """True if the shard has parameters as bytes. Extensions keep data outside the shard."""
-        return self.is_flat and travels_as_bytes(self.dtype)
-
     def _set_dtypes(self, dtype: torch.dtype) -> None:
         """Sets the dtypes that follow from the parameters' own."""
         self.dtype = dtype
+        # Extensions keep their data outside of the shard.
+        self._holds_bytes = self.is_flat and travels_as_bytes(dtype)
         if self._holds_bytes:
             self.shard_dtype = self.gather_dtype = torch.uint8
             self.reduce_dtype = self.gradient_dtype = torch.float32  # unused: no gradients
@@ -613,6 +610,9 @@ class ParamGroup:
     def layout_of(self, params: Sequence[FSDPParam], *, with_flags: bool) -> ShardLayout:
         """Returns the layout of `params`; `with_flags` reserves one element each at the end."""
         shardings = [p.sharding for p in params]
+        # See [Note: Zero-copy parameters] in `sharding/zero_copy.py`.
+        supports_zero_copy = self.spec.all_gather.supports_zero_copy
+        may_be_apart = self.is_flat and supports_zero_copy and not self._holds_bytes
         return ShardLayout.of(
             [
                 stored_shape(s.shape, self.dtype) if self._holds_bytes else s.shape
@@ -622,15 +622,18 @@ class ParamGroup:
             alignment=self.alignment,
             with_flags=with_flags,
             dims=[s.dim for s in shardings],
-            zero_copy=[self._is_zero_copy(s) for s in shardings],
+            zero_copy=[
+                may_be_apart
+                and is_zero_copy(
+                    s.shape,
+                    s.dim,
+                    self.mesh.shard_size,
+                    alignment=self.alignment,
+                    dtype=self.gather_dtype,
+                )
+                for s in shardings
+            ],
         )
-
-    def _is_zero_copy(self, sharding: ParamSharding) -> bool:
-        """See [Note: Zero-copy parameters] in `sharding/zero_copy.py`."""
-        if not self.is_flat or self._holds_bytes or not self.spec.all_gather.supports_zero_copy:
-            return False
-        shape, dim, size = sharding.shape, sharding.dim, self.mesh.shard_size
-        return is_zero_copy(shape, dim, size, alignment=self.alignment, dtype=self.gather_dtype)
 
     def local_views(self) -> list[torch.Tensor]:
         """Returns this rank's piece of each parameter, over the shard's memory."""
@@ -685,7 +688,7 @@ class ParamGroup:
             if p.unsharded is not None and p.unsharded.requires_grad != was:
                 p.sharded.requires_grad_(not was)
         for p in params:
-            if p.unsharded is not None and p.unsharded.requires_grad != p.sharded.requires_grad:
+            if p.unsharded is not None:
                 p.unsharded.requires_grad_(p.sharded.requires_grad)
         self.trainable = tuple(p.sharded.requires_grad for p in params)
         return self.trainable
@@ -926,9 +929,7 @@ class ParamGroup:
         # after this, and its all-gathers wait for that forward's stream.
         if self.gather is not None:
             streams = self.gather.streams
-            copied = streams.event()
-            copied.record(streams.current())
-            copied.wait(streams.gather)
+            streams.order(streams.current(), streams.gather)
 
     def _free(self) -> None:
         """Frees the unsharded memory, after its last use on the current stream."""

@@ -233,12 +233,10 @@ class Reduction:
         self._sum(out, divisor=now)
         current = streams.current()
         place = route.collectives.hook_stream or current
-        route.done.record(current)
-        route.done.wait(place)
+        streams.order(current, place)
         with streams.on(place), torch.no_grad():
             route.collectives.hook(out.narrow(0, 0, numel))
-        route.done.record(place)
-        route.done.wait(current)
+        streams.order(place, current)
         self.works = [(0, out.numel(), Work([out]))]
         return later
 

@@ -613,8 +613,6 @@ class RootContext(ReductionScheduler):
         self._order: list[Unit] = []
         self._order_frozen = False
         self._position = 0
-        # On the CPU, the unit that ran last in the recorded forward. Backward begins with it.
-        self._stays: Unit | None = None
         self.ran_last: Unit | None = None  # among the forwards without a backward so far
         # Groups whose shards are in host memory: the host must wait before a program may write
         # them.
@@ -717,14 +715,10 @@ class RootContext(ReductionScheduler):
             return
         streams, event = self.comm_ctx.streams, self.post_optim_event
         reader = streams.current()
-        # Host memory has no stream.
-        for stream in {shard.stream for shard in free} - {None}:
+        for stream in {shard.stream for shard in free}:
             if event is not None:
                 streams.event_of(event).wait(stream)
-            if stream != reader:
-                read = streams.event()
-                read.record(reader)
-                read.wait(stream)
+            streams.order(reader, stream)
         for shard in free:
             shard.free(reader)
 
@@ -788,9 +782,13 @@ class RootContext(ReductionScheduler):
             return AfterForward.KEEP
         reshards = unit.reshard_after_forward
         if reshards is None:
-            if unit is self._stays and unit is not self.root and torch.is_grad_enabled():
-                return AfterForward.HIDE
+            # Backward begins with the unit that ran last in the recorded forward. Only on the CPU:
+            # on a device the peak is often at the loss, and the all-gather overlaps with the
+            # backward of the head.
+            is_last = self._order_frozen and unit in self._order[-1:]
             reshards = unit is not self.root
+            if is_last and reshards and self.comm_ctx.gather_ring.keeps and torch.is_grad_enabled():
+                return AfterForward.HIDE
         return AfterForward.RESHARD if reshards else AfterForward.KEEP
 
     def leave_forward(self, unit: Unit) -> None:
@@ -802,10 +800,6 @@ class RootContext(ReductionScheduler):
         # The root's first complete forward decides what later forwards prefetch.
         if unit is self.root and not (self._order_frozen or is_kept):
             self._order_frozen = True
-            # Only on the CPU: on a device the peak is often at the loss, and the all-gather
-            # overlaps with the backward of the head.
-            if self._order and self.comm_ctx.gather_ring.keeps:
-                self._stays = self._order[-1]
         for each in self.units:
             each.waiting_modules.clear()
             for group in each.groups:

@@ -86,7 +86,7 @@ def test_the_engine_does_the_same_work_right_bit_for_bit(kind: type[Bug]) -> Non
     [
         (HookBornOnASideStream, GradGroup, "wait_for_producers"),
         (ReductionAwaitsTheCurrentStream, GradGroup, "wait_for_producers"),
-        (RefillAwaitsTheFlusher, Slot, "start_writing"),
+        (RefillAwaitsTheFlusher, Slot, "release"),
     ],
 )
 @pytest.mark.usefixtures("one_rank")

@@ -27,7 +27,6 @@ _ENGINE = str(Path(shardgrad.__file__).parent)
 _MarkOfAnEvent: Any = shardgrad.engine.streams._DeviceEvent
 # They record and wait for their callers.
 _FOR_OTHERS = (
-    "Slot.start_writing",
     "SlotRing.take",
     "Slot.release",
     "Reduction._release",
