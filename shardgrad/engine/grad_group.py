@@ -558,7 +558,7 @@ class GradGroup:
                 # `ops.pack` writes zeros for it: other ranks may have a gradient to add.
                 found.append(self._nothing)
                 continue
-            if self.group.holds_dtensors:
+            if type(grad) is not torch.Tensor:  # of a parameter that came as a DTensor
                 grad = self.params[i].sharding.local_gradient(grad)
             found.append(grad.contiguous())
         return found

@@ -200,7 +200,6 @@ class GradShard:
         """
         if self.memory is not GradMemory.NONE:
             return
-        numel = self.layout.chunk_numel
         self.stream = self.current_stream()
         stays = self._is_persistent or self._home.is_offloaded or self._home.is_virtual
         may_go = self.stream is not None and not (stays or self.is_captured)
@@ -210,10 +209,8 @@ class GradShard:
                 flat.untyped_storage().resize_(flat.nbytes)
                 if zeroed:
                     flat.zero_()
-            elif zeroed or not may_go:
-                flat = self._home.zeros(numel, flat.dtype)
-            else:
-                flat = self._nothing.new_empty(numel)
+            else:  # at first, or the program keeps the former memory
+                flat = self._home.zeros(self.layout.chunk_numel, flat.dtype)
             self.place_in(flat)
         self.memory = GradMemory.HELD if may_go else GradMemory.FIXED
 

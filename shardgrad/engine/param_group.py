@@ -521,7 +521,6 @@ class ParamGroup:
         self.params = list(params)
         for p in self.params:
             p.group = self
-        self.holds_dtensors = any(p.sharding.came_as_dtensor for p in self.params)
         self.state = SHARDED
         self.is_filled = False
         self.in_flight: AllGather | None = None
