@@ -63,6 +63,7 @@ def forward_around(module: nn.Module, unit: Unit, reader: nn.Module | None = Non
         gathers = is_cut_short or owner.state is not ParamState.UNSHARDED
         if gathers:  # no other call is open, or it would have unsharded
             calls.clear()
+            unit.copies.clear()
         calls.append(gathers)
         if not is_hooked:  # only now, since a call inside the unit's forward needs no hook
             reader.register_forward_hook(after, prepend=is_other)
@@ -79,14 +80,16 @@ def forward_around(module: nn.Module, unit: Unit, reader: nn.Module | None = Non
                 unit.context.forward_root = None
 
     def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if unit.running or not calls or graph_task() != -1:
+        if unit.running:
             return None
-        if calls.pop():
-            unit.is_called_around = False
-            if unit.context is not None and unit.context.forward_root is None:
-                unit.context.forward_root = unit
-            return unit.post_forward(unit.modules[0], args, output)
-        unit.watch_call(output)  # another call's backward may reshard the parameters
+        if calls and graph_task() == -1:
+            if calls.pop():
+                unit.is_called_around = False
+                if unit.context is not None and unit.context.forward_root is None:
+                    unit.context.forward_root = unit
+                return unit.post_forward(unit.modules[0], args, output)
+            unit.watch_call(output)  # another call's backward may reshard the parameters
+        unit.return_copies()
         return None
 
     # Runs before the program's hooks, but inside those of the reader's own unit, if it has one.

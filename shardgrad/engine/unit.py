@@ -216,7 +216,7 @@ class Unit:
                     unit.unshard(context.comm_ctx)
             self.wait_for_unshard(context.comm_ctx)
         if self.input_dtype is not None:
-            args, kwargs = self.lend((args, kwargs), self.cast_inputs(args, kwargs))
+            args, kwargs = self.cast_inputs(args, kwargs)
         # Under `participate`, forwards without grad count too: reentrant checkpointing recomputes
         # them in backward.
         if not (torch.is_grad_enabled() or context.enrolment is not None):
@@ -239,7 +239,7 @@ class Unit:
         if dtype is None:
             return args, kwargs
         with span("cast_forward_inputs", self.name):
-            return _cast(dtype, args), _cast(dtype, kwargs)
+            return self.lend((args, kwargs), (_cast(dtype, args), _cast(dtype, kwargs)))
 
     def _watch_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, counted: bool
@@ -285,7 +285,7 @@ class Unit:
 
     def _passed(self, given: Any, copy: Any) -> Any:
         """Returns an argument if none of its tensors is another one in the copy; else the copy,
-        which `_return_copies` reads after forward.
+        which `return_copies` reads after forward.
         """
         if all(map(is_, tree_leaves(given), tree_leaves(copy))):
             return given
@@ -294,7 +294,7 @@ class Unit:
             self.copies.append((given, copy, news, dict(zip(map(id, news), olds, strict=True))))
         return copy
 
-    def _return_copies(self) -> None:
+    def return_copies(self) -> None:
         """Makes the caller's lists and dicts what forward has made of their copies."""
         # A copy may have been copied again.
         for given, copy, _, originals in reversed(self.copies):
@@ -316,7 +316,7 @@ class Unit:
             if not recomputing and self.running:  # empty if a registered method has called forward
                 self.running.pop()
             if self.copies and not self.running:
-                self._return_copies()
+                self.return_copies()
             if torch.is_grad_enabled():
                 if is_transformed:
                     # The transform's graph has tensors of its own, and hooks on the outputs would

@@ -15,10 +15,10 @@ from tests.support.ranks import on_ranks
 
 
 def nbytes_over_fewer_ranks(model: nn.Module) -> int:
-    groups = [group for unit in units_under(model) for group in unit.groups]
     return sum(
         local_of(p.post_forward).untyped_storage().nbytes()
-        for group in groups
+        for unit in units_under(model)
+        for group in unit.groups
         for p in group.params
         if p.post_forward is not None
     )

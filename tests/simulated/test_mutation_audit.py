@@ -145,4 +145,4 @@ def test_a_parameter_may_be_replaced_while_others_are_updated(
 ) -> None:
     with watched(edge if is_removed else None), device.checked(raises=False) as hazards:
         VirtualRanks(2).run(_replaces_a_parameter_that_is_updated_elsewhere, is_told_first)
-    assert bool(hazards) is is_removed, hazards
+    assert bool(hazards) is is_removed
