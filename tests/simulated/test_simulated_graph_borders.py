@@ -4,11 +4,17 @@ settings. Clip factors and gradients are left by kept programs (`test_matrix.py`
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import shardgrad
+from shardgrad.graphs import Capturable
+from tests.simulated.accelerator.device import NAME
 from tests.simulated.programs.graphed import (
+    WIDTH,
     batch,
     build,
     loss_of,
@@ -87,17 +93,27 @@ def test_an_event_of_the_optimizer_may_be_recorded_in_the_step(graphed: Graphed)
     yield model
 
 
+class Phase(Capturable):
+    """A program's own state, without guards."""
+
+    name = "idle"
+
+    def snapshot(self) -> Callable[[], None]:
+        return partial(setattr, self, "name", self.name)
+
+
 @same_bits_as_eager(2)
 def test_modes_that_a_step_sets_are_those_after_a_replay(graphed: Graphed) -> Values:
     """What a step has set on the host is set after a replay, too."""
     model = build()
     optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
-
+    phase = Phase()
     taken = step_of(model, optimizer)
 
-    @graphed(model, optimizer)
+    @graphed(model, optimizer, phase)
     def step(x: Tensor) -> Tensor:
         loss = taken(x)
+        phase.name = "trained"
         model.eval()
         model.set_requires_gradient_sync(False)
         return loss
@@ -105,10 +121,25 @@ def test_modes_that_a_step_sets_are_those_after_a_replay(graphed: Graphed) -> Va
     for number in range(7):
         model.train()
         model.set_requires_gradient_sync(True)
-        yield step(batch(number)), [module.training for module in model.modules()]
+        phase.name = "idle"
+        yield step(batch(number)), [module.training for module in model.modules()], phase.name
     require_replays(step, 1, 4)
     loss_of(model, batch(7)).backward()
     yield model, [param.grad for param in model.parameters()]
+
+
+@same_bits_as_eager(1)
+def test_gradients_that_a_step_leaves_on_plain_parameters_are_there_after_a_replay(
+    graphed: Graphed,
+) -> Values:
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, WIDTH, device=NAME)
+    step = graphed(model)(lambda x: loss_of(model, x).backward())
+    for number in range(6):
+        step(batch(number))
+        yield [param.grad.clone() for param in model.parameters()]
+        model.zero_grad()
+    require_replays(step, 1, 3)
 
 
 @same_bits_as_eager(2)
