@@ -2,8 +2,8 @@
 
 * gradients that were never reduced, because the last backward before the step ran without
   synchronization;
-* a hook of `register_hook` on a sharded parameter, which never runs because autograd sees the
-  unsharded parameter;
+* a hook of `register_hook` on a sharded parameter, or any hook from before `fully_shard`, which
+  never runs because autograd sees the unsharded parameter;
 * optimizer state that another rank has saved;
 * an assignment to `data` of a gradient, which does not change the values of a DTensor.
 
@@ -74,12 +74,14 @@ def refuse_hooks(params: Iterable[tuple[torch.Tensor, str]]) -> None:
         GradientError: there is such a parameter.
     """
     for param, name in params:
-        if param._backward_hooks:
+        # Those of a sharded parameter run once its gradient is reduced.
+        is_lost = param._post_accumulate_grad_hooks and managed_by(param) is None
+        if param._backward_hooks or is_lost:
             raise GradientError(
                 f"a hook on {name} never runs: autograd uses the unsharded parameter, which "
                 "does not have it",
                 expected="hooks on modules, or post-accumulate hooks on sharded parameters",
-                got="param.register_hook(hook)",
+                got="param.register_hook(hook), or a hook from before fully_shard",
                 where=f"parameter {name}",
                 fix="param.register_post_accumulate_grad_hook(hook) after fully_shard; the hook "
                 "gets the parameter, with its reduced gradient",

@@ -55,6 +55,8 @@ def test_parameters_next_to_the_model_have_the_names_that_the_optimizer_knows() 
 @on_ranks(2)
 def test_parameters_that_are_added_to_the_optimizer_later_are_named() -> None:
     modules = parts()
+    # A program that gives a module an optimizer may look after it there.
+    assert steps(modules, torch.optim.SGD(modules[1].parameters(), lr=0.1)) == []
     optimizer = torch.optim.SGD(modules[0].parameters(), lr=0.1)
     assert steps(modules, optimizer) == []
     optimizer.add_param_group({"params": list(modules[1].parameters())})
@@ -99,10 +101,3 @@ def test_parameters_that_the_program_looks_after_are_not_warned_of(
     modules = build()
     params = chain.from_iterable(module.parameters() for module in modules)
     assert steps(modules, torch.optim.SGD(params, lr=0.1)) == []
-
-
-@on_ranks(2)
-def test_an_optimizer_without_sharded_parameters_is_not_warned_of() -> None:
-    """A program that gives a module an optimizer may look after it there."""
-    model, head = parts()
-    assert steps((model, head), torch.optim.SGD(head.parameters(), lr=0.1)) == []
