@@ -51,7 +51,7 @@ def main(command: Sequence[str] | None = None) -> None:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
             if not sys.flags.safe_path:
-                sys.path[0] = os.path.dirname(os.path.abspath(script))
+                sys.path[0] = os.path.dirname(os.path.realpath(script))
             runpy.run_path(script, run_name="__main__")
 
 
