@@ -13,11 +13,9 @@ import torch
 from torch import nn
 
 from shardgrad.engine.param_group import ParamState
-from shardgrad.engine.unit import Unit, graph_task
+from shardgrad.engine.unit import Arguments, Unit, graph_task
 
 __all__ = ["forward_around", "like_forward"]
-
-_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def forward_around(module: nn.Module, unit: Unit, reader: nn.Module | None = None) -> None:
@@ -41,7 +39,7 @@ def forward_around(module: nn.Module, unit: Unit, reader: nn.Module | None = Non
     # The dtypes of the inputs of those calls that backward may repeat.
     repeated: set[tuple[torch.dtype, ...]] = set()
 
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         nonlocal is_hooked
         if unit.running or torch.compiler.is_compiling() or module not in unit.group_owning:
             return None

@@ -328,8 +328,8 @@ class GradGroup:
         found: dict[str, torch.Tensor] = {}
         if self.summed:
             found["sum of unreduced gradients"] = self.sums
-        if self.partial.live is not None:
-            found["partial sum of gradients"] = self.partial.live
+        if self.partial.tensor is not None and self.partial.is_live:
+            found["partial sum of gradients"] = self.partial.tensor
         return found
 
     def known_to_graph(self) -> object:

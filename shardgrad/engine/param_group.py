@@ -538,11 +538,11 @@ class ParamGroup:
         self.set_tags("", 0)
         first = params[0].sharded
         self._set_dtypes(first.dtype)
-        self._allocate(on_meta=getattr(first, "_local_tensor", first).device.type == "meta")
+        self._allocate(on_meta=local_of(first).device.type == "meta")
         self._note_params()
 
     def set_tags(self, name: str, number: int) -> None:
-        """Names the group's messages; `number` comes from `same_model.py` and is equal on all
+        """Names the group's messages; `number` comes from `lazy_init.py` and is equal on all
         ranks.
         """
         self.name = name
@@ -660,7 +660,7 @@ class ParamGroup:
     def _note_params(self) -> None:
         """Records the sharded parameter objects."""
         self.registration = Registration(self.params)
-        both = ((p.sharded, getattr(p.sharded, "_local_tensor", p.sharded)) for p in self.params)
+        both = ((p.sharded, local_of(p.sharded)) for p in self.params)
         self._written = list(chain.from_iterable(both))
         self.trainable: tuple[bool, ...] = ()
         self._both = [p.sharded for p in self.params]

@@ -131,11 +131,6 @@ class PartialSum:
     tensor: torch.Tensor | None = None
     is_live: bool = False
 
-    @property
-    def live(self) -> torch.Tensor | None:
-        """The tensor to add to the next reduction, or None."""
-        return self.tensor if self.is_live else None
-
 
 @dataclass(eq=False, kw_only=True)
 class Reduction:

@@ -53,6 +53,7 @@ from shardgrad.sharding.mesh import DataParallelMesh
 
 __all__ = [
     "UNIT",
+    "Arguments",
     "RootContext",
     "Unit",
     "graph_task",
@@ -63,7 +64,7 @@ __all__ = [
 # The attribute of a module that holds its unit.
 UNIT = "_shardgrad_unit"
 
-_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 _TENSORS = {torch.Tensor}  # the usual arguments, which need no `tree_flatten`
 
@@ -187,7 +188,7 @@ class Unit:
     @outside_graphs
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> _Arguments:
+    ) -> Arguments:
         """Unshards the parameters. Returns the inputs, cast and with a node for their gradients."""
         # Activation checkpointing runs a forward again inside backward. That forward belongs to no
         # new iteration, is not counted, and prefetches nothing.
@@ -233,7 +234,7 @@ class Unit:
             return args, kwargs
         return self._watch_inputs(args, kwargs, counted=not recomputing)
 
-    def cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
+    def cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Returns the inputs of a forward in the parameters' dtype, if the policy casts inputs."""
         dtype = self.input_dtype
         if dtype is None:
@@ -243,7 +244,7 @@ class Unit:
 
     def _watch_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, counted: bool
-    ) -> _Arguments:
+    ) -> Arguments:
         """Puts one autograd node under the inputs that require grad.
 
         Its backward runs once the gradients of all these inputs have arrived.
@@ -274,7 +275,7 @@ class Unit:
             return tuple(leaves), kwargs
         return self.lend((args, kwargs), tree_unflatten(leaves, spec))
 
-    def lend(self, given: _Arguments, copies: _Arguments) -> _Arguments:
+    def lend(self, given: Arguments, copies: Arguments) -> Arguments:
         """Returns what forward gets of its arguments: themselves, or copies with other tensors.
 
         Forward may write to a list or dict that its caller reads.
@@ -483,9 +484,9 @@ class Unit:
     def wait_for_unshard(self, comm_ctx: CommContext) -> None:
         """Waits for the all-gathers; afterwards the current stream may read the parameters."""
         stream = comm_ctx.streams.current()
-        for group, grads in zip(self.groups, self.grad_groups, strict=True):
-            group.wait_for_unshard()
-            if grads.hooked is not group.trainable:  # others train, or they are new objects
+        for grads in self.grad_groups:
+            grads.group.wait_for_unshard()
+            if grads.hooked is not grads.group.trainable:  # others train, or they are new objects
                 grads.hook()
             # Gradients that arrived on the former pack stream have recorded no event, so keep that
             # stream.
@@ -622,9 +623,7 @@ class RootContext(ReductionScheduler):
 
     # -- forward
 
-    def enter_forward(
-        self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def enter_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Opens a forward; no other unit's forward is running.
 
         A unit may also call itself, as a registered method does that calls forward.
