@@ -1,17 +1,9 @@
-"""The surface of FSDP2 as its sources say it, for any version of torch, installed or unpacked.
-
-    python -m tests.support.surface FOLDER [FOLDER ...]
-
-prints the table of docs/reference/fsdp2.md, from folders named after versions that hold
-torch.
-"""
+"""The surface of FSDP2 as its sources say it, and as docs/reference/fsdp2.md says it."""
 
 from __future__ import annotations
 
 import ast
 import re
-import sys
-import textwrap
 from pathlib import Path
 
 FILES = ("_fully_shard.py", "_fsdp_api.py")
@@ -55,24 +47,6 @@ def _parameters(node: ast.FunctionDef) -> str:
     return ast.unparse(args)
 
 
-def table(surfaces: dict[str, set[Row]]) -> list[str]:
-    """Returns the lines of the table, which versions have what, and before it the names that all
-    have, with the same parameters.
-    """
-    rows, common = set().union(*surfaces.values()), set.intersection(*surfaces.values())
-    everywhere = f"In every version: {', '.join(f'`{name}`' for name, _ in sorted(common))}."
-    lines = [
-        textwrap.fill(everywhere, 100),
-        "",
-        f"| name | parameters | {' | '.join(surfaces)} |",
-        f"|---|---|{'---|' * len(surfaces)}",
-    ]
-    for name, parameters in sorted(rows - common):
-        marks = " | ".join("x" if (name, parameters) in has else "" for has in surfaces.values())
-        lines.append(f"| `{name}` | {f'`{parameters}`' if parameters else ''} | {marks} |")
-    return lines
-
-
 def common_of(page: str) -> set[str]:
     """Returns the names that a page with such a table says that every version has."""
     return set(re.findall(r"`([\w.]+)`", page.partition("In every version: ")[2].partition("|")[0]))
@@ -87,12 +61,3 @@ def rows_of(page: str, version: str) -> set[Row]:
     ]
     column = cells[0].index(version)
     return {(row[0], row[1]) for row in cells[1:] if row[column]}
-
-
-if __name__ == "__main__":
-    folders = {".".join(Path(name).name.split(".")[:2]): Path(name) for name in sys.argv[1:]}
-    print(
-        "\n".join(
-            table({version: surface(folder / "torch") for version, folder in folders.items()})
-        )
-    )
