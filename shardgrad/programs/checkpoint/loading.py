@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from copy import copy
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -56,7 +57,8 @@ def load(
         group: the ranks that load; None is the default group, or this process alone.
 
     Returns:
-        The state with the same tensors and the checkpoint's other values.
+        The state with the same tensors, in dictionaries of the same classes, and the checkpoint's
+        other values.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, damaged, or does not fit; names the entries
@@ -107,9 +109,10 @@ def load(
         mine = dict(sorted(manifest.items())[peers.rank :: peers.count])
         peers.together("verification", lambda: check(folder, mine))
     peers.together("reading", lambda: read(leaves, folder, metadata))
-    for name, leaf in of_other_kind.items():
-        number = leaves[name]
-        leaves[name] = leaf.fill_(number) if isinstance(leaf, torch.Tensor) else number.item()
+    with torch.no_grad():
+        for name, leaf in of_other_kind.items():
+            number = leaves[name]
+            leaves[name] = leaf.fill_(number) if isinstance(leaf, torch.Tensor) else number.item()
     # So that autograd and the engine notice the change: a DTensor and its local tensor count
     # separately.
     increment_version([leaf for leaf in leaves.values() if isinstance(leaf, torch.Tensor)])
@@ -169,7 +172,11 @@ def _rebuilt(state: _State, leaves: Mapping[str, Any]) -> _State:
         if path in made:
             return made[path]
         if isinstance(part, Mapping):
-            return {key: rebuilt(value, (*path, str(key))) for key, value in part.items()}
+            # Of its own class, if it can be: a schedule counts its milestones with a Counter.
+            parts = copy(part) if isinstance(part, dict) else {}
+            for key, value in part.items():
+                parts[key] = rebuilt(value, (*path, str(key)))
+            return parts
         return [rebuilt(value, (*path, i)) for i, value in enumerate(part)]
 
     whole: _State = rebuilt(state)
