@@ -85,7 +85,7 @@ def trains_and_returns_losses() -> dict[str, Any]:
         param.full_tensor() if hasattr(param, "full_tensor") else param
         for param in model.parameters()
     ]
-    return {"norms": {"first": weights[0].norm().item()}}
+    return {"norms": {"first": weights[0].norm().item()}, "one": model, "other": model}
 
 
 def needs_its_engine() -> nn.Module:
@@ -120,9 +120,8 @@ def rank_1_stays() -> nn.Module:
     return net()
 
 
-def returns_a_tuple() -> Any:
-    model = net()
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+def returns_a_list() -> Any:
+    return {"norm": 2.0, "losses": [0.5]}
 
 
 def broken() -> nn.Module:

@@ -177,7 +177,7 @@ def call(words: list[str], variables: dict[str, str]) -> str:
         stack.enter_context(
             mock.patch("shardgrad.programs.audit.audit._run", return_value=([], "left out"))
         )
-        stack.enter_context(mock.patch("shardgrad.programs.plan.planning.make_plan", _made_sense))
+        stack.enter_context(mock.patch("shardgrad.programs.plan.rehearsal.rehearse", _made_sense))
         stack.enter_context(warnings.catch_warnings())
         before = os.getcwd()
         os.chdir(_workplace())

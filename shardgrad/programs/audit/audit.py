@@ -33,15 +33,17 @@ from torch.multiprocessing.spawn import ProcessException, start_processes
 from shardgrad.errors import OptionError
 from shardgrad.programs.audit.without_engine import remove_engines
 from shardgrad.programs.function_named import function_named
+from shardgrad.programs.text import listed
 
 _WRAPPERS = re.compile(r"\b(module|_fsdp_wrapped_module)\.")
 _START = "spawn"  # how processes are started
 _TIMEOUT_S = 60.0  # of a collective, and of what other ranks may take once one has ended
 
-_Values = dict[str, torch.Tensor]  # what a program returned, whole and on the host, by name
+# What a program returned, whole and on the host, by name; what cannot be compared is described.
+_Values = dict[str, torch.Tensor | str]
 
 
-def audit(target: str, *, ranks: int = 2) -> tuple[bool, str]:
+def audit(target: str, *, ranks: int) -> tuple[bool, str]:
     """Runs a program on `ranks` ranks, with its engine and without, and compares.
 
     Args:
@@ -68,16 +70,17 @@ def audit(target: str, *, ranks: int = 2) -> tuple[bool, str]:
             fix="use only methods that plain tensors and modules have too",
         )
     reference = references[0]
-    if isinstance(reference, str):
+    odd = [kind for kind in reference.values() if isinstance(kind, str)]
+    if odd or not reference:
         raise OptionError(
-            f"{target} returned {reference}",
+            f"what {target} returned cannot be compared",
             expected="the model that was trained, or a dict of tensors and numbers",
-            where=target,
+            got=listed(odd or ["nothing"]),
             fix="return model",
         )
     if failure:
         return False, f"The program runs without its engine but fails with it: {failure}"
-    difference = _difference(reference, [{} if isinstance(run, str) else run for run in runs])
+    difference = _difference(reference, runs)
     if difference:
         what = "do not reproduce the run without an engine"
         return False, f"{ranks} ranks {what}. First difference: {difference}."
@@ -110,10 +113,10 @@ def _difference(expected: _Values, ranks: Sequence[_Values]) -> str:
     return f"{name}{more}: {words}"
 
 
-def _how(expected: torch.Tensor | None, held: Sequence[torch.Tensor | None]) -> str:
+def _how(expected: torch.Tensor | str | None, held: Sequence[torch.Tensor | str | None]) -> str:
     """Returns how what ranks have of a value differs from what is expected, if it does."""
-    tensors = [tensor for tensor in held if tensor is not None]
-    if expected is None or len(tensors) < len(held):
+    tensors = [tensor for tensor in held if isinstance(tensor, torch.Tensor)]
+    if not isinstance(expected, torch.Tensor) or len(tensors) < len(held):
         return "it does not exist on every rank in both runs"
     shapes = {tuple(tensor.shape) for tensor in tensors}
     if shapes != {tuple(expected.shape)}:
@@ -146,12 +149,11 @@ def _off(values: torch.Tensor, expected: torch.Tensor) -> float:
 # -- processes
 
 
-def _run(target: str, world: int, *, engine: bool = True) -> tuple[list[_Values | str], str]:
+def _run(target: str, world: int, *, engine: bool = True) -> tuple[list[_Values], str]:
     """Runs the program in `world` new processes.
 
     Returns:
-        What each returned, or its type if that cannot be compared; and why the first failed that
-        did.
+        What each returned, and why the first failed that did.
     """
     name = f"{target.rpartition(':')[2]}()"
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # says whom it ends
@@ -168,11 +170,8 @@ def _run(target: str, world: int, *, engine: bool = True) -> tuple[list[_Values 
             left, limit_s = world, None
             while not ranks.join(limit_s):
                 if len(ranks.sentinels) == left:
-                    where = f"at an unknown place in {name}"
-                    return (
-                        [],
-                        f"{where}: {left} of {world} ranks still waited after the others ended",
-                    )
+                    waited = f"{left} of {world} ranks still waited after the others ended"
+                    return [], f"at an unknown place in {name}: {waited}"
                 left, limit_s = len(ranks.sentinels), _TIMEOUT_S
         except ProcessException as error:
             print(error.msg, file=sys.stderr)
@@ -207,8 +206,7 @@ def _rank(rank: int, target: str, world: int, folder: str, engine: bool) -> None
         remove_engines()
     torch.manual_seed(0)
     result: object = function_named(target, flag="--audit")()
-    is_known = isinstance(result, nn.Module | Mapping)
-    torch.save(dict(_returned(result)) if is_known else type(result).__name__, f"{folder}/{rank}")
+    torch.save(dict(_returned(result)), f"{folder}/{rank}")
     os._exit(0)  # backends' threads may wait for ranks that have ended
 
 
@@ -227,14 +225,14 @@ def _backend(rank: int, world: int) -> str:
     return f"cpu:gloo,{found.type}:{dist.get_default_backend_for_device(found)}"
 
 
-def _returned(result: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def _returned(result: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor | str]]:
     """Yields what a program returned as whole tensors, by name; a collective."""
     if isinstance(result, nn.Module):
         with ExitStack() as gathered:
             _gather(result, gathered)
-            for inside, param in result.named_parameters():
-                # As the model itself names it; engines' wrappers add to that.
-                yield from _returned(param, _WRAPPERS.sub("", inside))
+            # As the model itself names them; engines' wrappers add to that.
+            params = {_WRAPPERS.sub("", own): param for own, param in result.named_parameters()}
+            yield from _returned(params, name)
     elif isinstance(result, Mapping):
         for key, value in result.items():
             yield from _returned(value, f"{name}.{key}" if name else str(key))
@@ -244,6 +242,8 @@ def _returned(result: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]
         yield name, whole.to_dense().cpu().clone()  # it may be gathered for now only
     elif isinstance(result, int | float):
         yield name, torch.tensor(float(result))
+    elif result is not None:  # the gradient of a parameter that had none
+        yield name, f"{type(result).__name__} {name}".rstrip()
 
 
 def _gather(model: nn.Module, until: ExitStack) -> None:

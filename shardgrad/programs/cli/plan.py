@@ -47,10 +47,11 @@ def plan(ctx: click.Context, /, **options: Any) -> None:
 
     from rich.console import Console
 
-    from shardgrad.programs.plan.planning import make_plan
+    from shardgrad.programs.plan.planning import plan_of
+    from shardgrad.programs.plan.rehearsal import rehearse
     from shardgrad.programs.plan.report import show
 
     # Warnings of torch about its own internals, which the user of a plan cannot act on.
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
-    show(make_plan(request, machine), console)
+    show(plan_of(rehearse(request), machine), console)

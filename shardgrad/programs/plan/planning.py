@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from shardgrad.programs.plan.cost import CostModel, compute_s, model_flops
 from shardgrad.programs.plan.hardware import TAKEN_NBYTES, Machine
-from shardgrad.programs.plan.rehearsal import Rehearsal, rehearse
+from shardgrad.programs.plan.rehearsal import Rehearsal
 from shardgrad.programs.plan.request import Request
 from shardgrad.programs.plan.timeline import Timeline, play
 
@@ -58,15 +58,6 @@ class Plan:
         """Model FLOPs utilization, with PaLM's count of FLOPs."""
         peak_flops = _peak_flops(self.rehearsal.request, self.cost.machine)
         return model_flops(self.rehearsal.events) / (self.timeline.step_s * peak_flops)
-
-
-def make_plan(request: Request, machine: Machine) -> Plan:
-    """Rehearses a step, and predicts its memory and time on a machine.
-
-    Raises:
-        UsageError, TrainingError: as `rehearse`.
-    """
-    return plan_of(rehearse(request), machine)
 
 
 def plan_of(rehearsal: Rehearsal, machine: Machine, *, compute_scale: float | None = None) -> Plan:
