@@ -518,24 +518,15 @@ class Unit:
                 require_data(group)
             group.reshard_if_stale()
 
-    def finish_backward(self, *, is_kept: bool, is_shown_sharded: bool) -> None:
-        """Frees the unsharded parameters at the end of a backward, unless they are to be kept.
-
-        After the last backward, modules show the sharded parameters in any case, which have the
-        gradients, so that torch's clipping finds them. Between micro-batches, pipeline schedules
-        use the unsharded ones.
-        """
+    def forget_calls(self) -> None:
+        """Forgets the calls whose backward has not ended, when a backward ends or has failed."""
         self.outstanding, self.open, self.has_unwatched = 0, 0, False
-        if self.reshard_after_backward and not is_kept:
-            self.reshard()
-        elif is_shown_sharded:
-            self.show_sharded()
 
     def abandon(self) -> None:
         """Resets the unit after a failed forward or backward, and reshards its parameters."""
         # A loss of an earlier forward may still run backward. A unit with several calls in it is
         # then reduced once per call.
-        self.outstanding, self.open, self.has_unwatched = 0, 0, False
+        self.forget_calls()
         self.waiting_modules.clear()
         self.reshard(drop_kept=True)
 
@@ -831,11 +822,17 @@ class RootContext(ReductionScheduler):
             is_last, self.reads_again = self.is_last_backward, self.keeps_graph
             # Free parameters before reducing the last groups, which reuse their memory.
             for unit in self.units:
-                if not unit.running:  # else a forward differentiates a part of the model
-                    is_kept = self.reads_again or (unit.held and self.retains_graph)
-                    unit.finish_backward(
-                        is_kept=is_kept, is_shown_sharded=self.reads_again or is_last
-                    )
+                if unit.running:  # a forward differentiates a part of the model
+                    continue
+                unit.forget_calls()
+                is_kept = self.reads_again or (unit.held and self.retains_graph)
+                if unit.reshard_after_backward and not is_kept:
+                    unit.reshard()
+                elif self.reads_again or is_last:
+                    # Modules show the sharded parameters, which have the gradients, so that torch's
+                    # clipping finds them. Between micro-batches, pipeline schedules use the
+                    # unsharded ones.
+                    unit.show_sharded()
             self.drain(wait=wait and is_last)
             self.ran_last = None
             self._wait_until_read()
