@@ -312,8 +312,8 @@ def _wanted(
     shape = list(row.shape or (1,))
     begin = [0] * len(shape)
     if cut.dim is not None:
-        pieces, size = cut.pieces or receivers, row.shape[cut.dim]
-        if size % pieces or receivers % pieces:
+        pieces, size = receivers if cut.pieces is None else cut.pieces, row.shape[cut.dim]
+        if pieces < 1 or size % pieces or receivers % pieces:
             raise OptionError(
                 f"parameter {cut.name} cannot be cut into equal pieces along dim {cut.dim}",
                 expected=f"a number of pieces that divides the dim and the {receivers} receivers",
