@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import shardgrad
 from tests.support.parity import SHARDGRAD, assert_same_bits, stack, train_squares
@@ -39,6 +40,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "scalar": (lambda: with_param(nn.Parameter(torch.tensor(1.0))), {}),
     "devices": (on_two_devices, {}),
     "hook": (hooked, {}),
+    "dtype": (lambda: stack(5, 7), {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.int32)}),
     "claimed": (child_of_a_root, {}),
     "indivisible": (lambda: stack(5, 7, 3), {"reshard_after_forward": 3}),
 }

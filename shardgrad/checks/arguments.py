@@ -17,7 +17,7 @@ from shardgrad.engine.param_group import is_extension
 from shardgrad.errors import OptionError, OptionTypeError, UnsupportedParameterError, unsupported
 from shardgrad.policies import GradientPolicy, ParamDtypes, SleepPolicy
 from shardgrad.sharding.param_sharding import ParamSharding
-from shardgrad.sharding.shardable import travels_as_bytes
+from shardgrad.sharding.shardable import DTYPES, travels_as_bytes
 from shardgrad.sharding.zero_stage import Stage
 
 __all__ = ["refuse_combinations", "refuse_two_levels", "refuse_wrong_types"]
@@ -42,8 +42,8 @@ def refuse_wrong_types(
         OptionError: `mp_policy` is not a policy.
         UnsupportedError: the offload policy is unknown, or a policy's field from a later torch is
             not at its default.
-        OptionTypeError: a dtype is not a dtype, the gradient policy is not a policy, or an ignored
-            parameter is not a tensor.
+        OptionTypeError: a dtype is not one that gradients can have, the gradient policy is not a
+            policy, or an ignored parameter is not a tensor.
     """
     if not isinstance(mp_policy, MixedPrecisionPolicy):
         raise OptionError(
@@ -79,10 +79,10 @@ def refuse_wrong_types(
     ):
         for field in names:
             name, dtype = type(policy).__name__, getattr(policy, field)
-            if dtype is not None and not isinstance(dtype, torch.dtype):
+            if dtype not in (None, *DTYPES):
                 raise OptionTypeError(
-                    f"{name}.{field} must be a torch.dtype",
-                    expected="a torch.dtype, or None",
+                    f"{name}.{field} must be a torch.dtype that gradients can have",
+                    expected=f"{', '.join(map(str, DTYPES))}, or None",
                     got=repr(dtype),
                     fix=f"{name}({field}=torch.bfloat16)",
                 )

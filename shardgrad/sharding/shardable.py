@@ -18,6 +18,7 @@ from shardgrad.sharding.dtensor import local_of
 from shardgrad.sharding.mesh import DataParallelMesh
 
 __all__ = [
+    "DTYPES",
     "from_bytes",
     "require_one_device",
     "require_shardable",
@@ -25,7 +26,7 @@ __all__ = [
     "travels_as_bytes",
 ]
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INTEGERS = ("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64")
 _FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
 _AS_BYTES = frozenset(getattr(torch, name) for name in (*_INTEGERS, *_FLOAT8))
@@ -71,11 +72,11 @@ def require_shardable(name: str, param: nn.Parameter) -> None:
             where=where,
             fix="param.data = param.data.contiguous() before fully_shard",
         )
-    if param.dtype in _DTYPES or (travels_as_bytes(param.dtype) and not param.requires_grad):
+    if param.dtype in DTYPES or (travels_as_bytes(param.dtype) and not param.requires_grad):
         return
     raise UnsupportedParameterError(
         f"fully_shard cannot reduce gradients of {name} in {param.dtype}",
-        expected=", ".join(map(str, _DTYPES))
+        expected=", ".join(map(str, DTYPES))
         + "; or integers, booleans and float8 without gradients",
         got=f"{param.dtype}, requires_grad={param.requires_grad}",
         where=where,

@@ -123,14 +123,19 @@ def test_names_are_those_of_a_checkpoint() -> None:
 
 
 @on_ranks(2)
-def test_a_tied_parameter_is_there_once_in_the_dtype_that_is_kept() -> None:
+def test_tied_parameters_are_there_once_and_ignored_ones_on_the_ranks_of_the_model() -> None:
+    mesh = DeviceMesh("cpu", [0])
+    if dist.get_rank():
+        return
     tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     tied[1].weight = tied[0].weight
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    model = SHARDGRAD.fully_shard(tied, mp_policy=policy)
+    ignored = {tied[1].bias}
+    model = SHARDGRAD.fully_shard(tied, mesh=mesh, mp_policy=policy, ignored_params=ignored)
     table = shardgrad.export_table(model)
     assert list(table) == ["0.weight", "0.bias", "1.bias"]
     assert {row.dtype for row in table.values()} == {torch.float32}  # what is kept, not computed
+    assert table["1.bias"].holders == {(0, 4): (0,)}
 
 
 @on_ranks(1)
@@ -146,11 +151,3 @@ def test_what_has_no_rows_in_memory_is_refused() -> None:
     model = SHARDGRAD.fully_shard(extended(Narrowed, 4, 4))
     with pytest.raises(UnsupportedParameterError, match=r"(?s)0\.weight.*all-gather extension"):
         shardgrad.export_table(model)
-
-
-@on_ranks(2)
-def test_a_parameter_that_no_unit_shards_is_on_the_ranks_of_the_model() -> None:
-    mesh, model = DeviceMesh("cpu", [0]), stack(4, 4)
-    if dist.get_rank() == 0:
-        SHARDGRAD.fully_shard(model, mesh=mesh, ignored_params={model[0].bias})
-        assert shardgrad.export_table(model)["0.bias"].holders == {(0, 4): (0,)}

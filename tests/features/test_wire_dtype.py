@@ -280,11 +280,9 @@ def test_half_of_the_bytes_are_sent_over_both_axes(replicas: int) -> None:
 @pytest.mark.parametrize(
     ("wire_dtype", "reduce_dtype", "says"),
     [
-        *(
-            (dtype, None, f"(?s)expected: torch.bfloat16, or None.*wire_dtype={dtype}")
-            for dtype in (torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e8m0fnu)
-        ),
+        (torch.float16, None, r"(?s)expected: torch.bfloat16, or None.*wire_dtype=torch.float16"),
         ("bf16", None, "wire_dtype must be a torch.dtype"),
+        (torch.float8_e8m0fnu, None, "wire_dtype must be a torch.dtype that gradients can have"),
         *((BF16, dtype, f"reduce_dtype={dtype}") for dtype in (BF16, torch.float16, torch.float64)),
     ],
 )
