@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardgrad.engine.unit import RootContext
-from shardgrad.errors import AsleepError, OptionError
+from shardgrad.errors import OptionError
 from shardgrad.features.root_of import root_of
 from shardgrad.ops.virtual_memory import bring_back, give_back, is_virtual, require_virtual
 
@@ -105,7 +105,7 @@ def sleep(
             give_back(flat, keep=False)
             undo.callback(bring_back, flat)
             give_back(memory, keep=level == 2)
-            _asleep[context] = _refuse_reads(model), memory + flat
+            _asleep[context] = _refuse_reads(context), memory + flat
             context.is_asleep = True
         undo.pop_all()
 
@@ -138,21 +138,22 @@ def wake(model: nn.Module, optimizer: Sleeper | None = None, pool: Sleeper | Non
             sleeper.reload()
 
 
-def _refuse_reads(model: nn.Module) -> list[Callable[[], Any]]:
+def _refuse_reads(context: RootContext) -> list[Callable[[], Any]]:
     """Makes state dicts, `module.to()` and reads of a weight raise: a state dict would save zeros,
     or load values that `wake` overwrites. Returns functions that undo this.
     """
 
-    def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise AsleepError.of(type(model).__name__)
+    def refuse(*_: Any, **__: Any) -> None:
+        context.require_awake()
 
     undo: list[Callable[[], Any]] = []
-    for module in model.modules():
+    roots = nn.ModuleList(context.root.modules)  # one, or those of a list
+    for module in roots.modules():
         undo.append(module.register_state_dict_pre_hook(refuse).remove)
         undo.append(module.register_load_state_dict_pre_hook(refuse).remove)
         module.__dict__["_apply"] = refuse
         undo.append(partial(module.__dict__.pop, "_apply"))
-    for param in model.parameters():
+    for param in roots.parameters():
         if isinstance(param, DTensor):
             for method in ("full_tensor", "to_local", "redistribute"):
                 setattr(param, method, refuse)

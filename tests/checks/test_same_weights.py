@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 
 from shardgrad import MixedPrecisionPolicy, fully_shard
 from shardgrad.errors import RankDisagreementError
@@ -68,8 +67,7 @@ def test_one_value_that_differs_is_told_on_every_rank(name: str, dtype: torch.dt
 @on_ranks(4)
 def test_replicas_that_differ_are_told_on_every_rank() -> None:
     """Ranks 0 and 1 hold one replica, ranks 2 and 3 the other."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = sharded(blocks(dist.get_rank() // 2), mesh=mesh)
+    model = sharded(blocks(dist.get_rank() // 2), mesh=hsdp_mesh(2, 2))
     with pytest.raises(RankDisagreementError, match=r"rank [23]: 2\.weight had checksum"):
         trains(model)
 

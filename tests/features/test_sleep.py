@@ -252,8 +252,15 @@ def test_a_backward_whose_forward_came_before_the_sleep_is_refused() -> None:
         loss.backward()
     shardgrad.wake(model, optimizer)
     assert_same_bits(contents(model, optimizer), right)
-    token_loss(model, batch).backward()
-    optimizer.step()
+
+
+@on_ranks(1)
+def test_all_modules_of_a_list_sleep() -> None:
+    parts = [*stack(4, 4, 4)]
+    shardgrad.fully_shard(parts, offload_policy=shardgrad.SleepPolicy())
+    shardgrad.sleep(parts[0], level=2)
+    with pytest.raises(AsleepError):
+        parts[-1].state_dict()
 
 
 @on_ranks(2)
