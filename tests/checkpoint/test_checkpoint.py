@@ -54,8 +54,9 @@ def same(ours: Any, theirs: Any) -> bool:
         bits = [tensor.reshape(-1).view(torch.uint8) for tensor in (ours, theirs)]
         return (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape) and torch.equal(*bits)
     if isinstance(theirs, dict):
-        ours, theirs = [type(ours), *ours.items()], [type(theirs), *theirs.items()]
-    if isinstance(theirs, list | tuple):
+        alike = (type(ours), ours.keys()) == (type(theirs), theirs.keys())
+        return alike and all(same(ours[key], theirs[key]) for key in theirs)
+    if isinstance(theirs, list):
         return len(ours) == len(theirs) and all(map(same, ours, theirs))
     return type(ours) is type(theirs) and bool(ours == theirs)
 
@@ -211,12 +212,7 @@ def test_retention_keeps_the_newest_and_the_one_named_latest(tmp_path: Path) -> 
     series = checkpoint.Series(tmp_path, keep=2)
     for step in (5, 10, 999_999, 1_000_000):
         path = series.path_of(step)
-
-        def publish(path: Path = path) -> None:
-            assert path in series.complete()
-            series.publish(path)
-
-        checkpoint.save(small(step), path, then=publish)
+        checkpoint.save(small(step), path, then=lambda path=path: series.publish(path))
     assert [path.name for path in series.complete()] == ["step_999999", "step_1000000"]
     assert number_in(series.latest()) == 1_000_000
     for name in ("step_999999\n", "step_999999/", "checkpoints/step_999999"):
@@ -230,6 +226,8 @@ def test_retention_keeps_the_newest_and_the_one_named_latest(tmp_path: Path) -> 
     assert [path.name for path in series.complete()] == ["step_999999"]
     for path in map(series.path_of, (1_000_000, 7)):  # a run may go back
         checkpoint.save(small(1), path, then=lambda path=path: series.publish(path))
+    with pytest.raises(OptionError, match="only a complete checkpoint"):
+        series.publish(series.path_of(8))
     assert [path.name for path in series.complete()] == ["step_000007", "step_1000000"]
     with pytest.raises(OptionError, match="newest checkpoint is always kept"):
         checkpoint.Series(tmp_path, keep=0)

@@ -29,7 +29,7 @@ from shardgrad.programs.text import printable
 _ASIDE = ".tmp"
 _LOCK = ".lock"
 _POINTER = "latest"
-_STEP = re.compile(r"step_([0-9]{6,18})")
+_STEP = re.compile(r"step_[0-9]{6,18}")
 
 # The files that this process has locked, by real path: closing any descriptor of one would unlock
 # it, so it is opened once. A forked process does not inherit the locks.
@@ -183,13 +183,20 @@ class Series:
 
         Raises:
             CheckpointError: another process writes there.
-            OptionError: the name is not one of a step.
+            OptionError: the folder has no complete checkpoint of this name.
             OSError: `latest` could not be written and is unchanged.
         """
-        path = self.path_of(_step_of(path))
         self.acquire()
+        path, others = self.folder / path.name, self.complete()
+        if path not in others:
+            raise OptionError(
+                "only a complete checkpoint of the series can be published",
+                expected="a path from `path_of`, to which a checkpoint was saved",
+                got=printable(path),
+                fix="checkpoint.save(state, path, then=lambda: series.publish(path))",
+            )
+        others.remove(path)
         replace_synced(self.folder / _POINTER, path.name + "\n")
-        others = [one for one in self.complete() if one != path]
         for one in others[::-1][self._keep - 1 :]:
             _discard(one)
 
@@ -220,15 +227,7 @@ class Series:
 
 
 def _step_of(path: Path) -> int:
-    found = _STEP.fullmatch(path.name)
-    if found is None:
-        raise OptionError(
-            "only checkpoints of steps can be published",
-            expected="a path from `path_of`",
-            got=printable(path.name),
-            fix="series.publish(series.path_of(step))",
-        )
-    return int(found[1])
+    return int(path.name.removeprefix("step_"))
 
 
 def _aside(path: Path) -> Path:
