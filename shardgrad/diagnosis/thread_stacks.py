@@ -48,7 +48,8 @@ def program_call(calls: Iterable[FrameSummary]) -> str:
     """Returns the program's innermost line and what it calls: "full_tensor() at train.py:12".
 
     Args:
-        calls: innermost first. Calls in torch, Python and shardgrad are not the program's.
+        calls: innermost first. Calls in torch and shardgrad are not the program's, nor are those
+            in no file. Those in Python's library are: `contextlib`, if it calls a collective.
     """
     called = ""
     for call in calls:
