@@ -9,9 +9,8 @@ reads the old one without an error. So a capture records which of these tensors 
 The search starts from the program's function and the objects among the step's arguments. It follows
 a function's closure, default values and the globals that it names; attributes of objects and
 modules and of their classes; elements of lists, tuples and dictionaries; module hooks; and other
-functions of the program, such as methods. It does not follow optimizers, iterators, objects of
-torch other than modules and schedulers, and the parameters and buffers of modules that were passed
-to `graphed_step`.
+functions of the program, such as methods. It does not follow optimizers, iterators, and objects of
+torch other than modules and schedulers.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from __future__ import annotations
 import functools
 import reprlib
 from collections import ChainMap, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -35,7 +34,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from shardgrad.graphs.outputs import host_value, plain_tensors
 from shardgrad.graphs.program_line import is_of_the_program
 
-__all__ = ["Place", "address_of", "changed_numbers", "closed_over", "numbers"]
+__all__ = ["Place", "address_of", "changed_numbers", "closed_over"]
 
 _MOST_PARTS = 1_000  # limit of attributes or elements followed in one object
 _MOST_OBJECTS = 20_000  # limit of objects visited in one search
@@ -100,7 +99,6 @@ def address_of(found: Any) -> Hashable:
 def closed_over(
     function: Callable[..., Any],
     objects: Iterable[Any],
-    given: frozenset[int],
 ) -> Iterator[tuple[Place, Any]]:
     """Yields (place, value) for the tensors, numbers and strings that are reachable. The search is
     breadth-first, so places with the shortest way come first. A tensor may have several places.
@@ -108,8 +106,6 @@ def closed_over(
     Args:
         function: where the search starts.
         objects: where else it starts, such as modules.
-        given: ids of tensors to leave out: the parameters and buffers of modules that were passed
-            to `graphed_step`.
 
     Capture: safe. Nothing on the device is read.
     """
@@ -124,8 +120,7 @@ def closed_over(
         place = waiting.popleft()
         value = place.found()
         if isinstance(value, (torch.Tensor, *_NUMBERS)):
-            if id(value) not in given:
-                yield place, value
+            yield place, value
         elif id(value) not in seen and not isinstance(value, bytes | Optimizer):
             seen[id(value)] = value
             if isinstance(value, nn.Module):
@@ -135,18 +130,12 @@ def closed_over(
                 waiting.append(Place(full, place.root, (*place.way, *on)))
 
 
-def numbers(found: Iterable[tuple[Place, Any]]) -> dict[str, Any]:
-    """Returns the values other than tensors that `closed_over` has found, by their names."""
-    return {place.name: value for place, value in found if not isinstance(value, torch.Tensor)}
-
-
-def changed_numbers(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Describes the numbers and strings, by the names of their places, that have changed."""
-    return [
-        f"{name} changed from {reprlib.repr(value)} to {reprlib.repr(now[name])}"
-        for name, value in before.items()
-        if name in now and now[name] != value
-    ]
+def changed_numbers(before: Iterable[tuple[Place, Any]]) -> Iterator[str]:
+    """Describes the numbers and strings that `closed_over` found before and that have changed."""
+    for place, value in before:
+        now = place.found()
+        if isinstance(value, _NUMBERS) and isinstance(now, _NUMBERS) and now != value:
+            yield f"{place.name} changed from {reprlib.repr(value)} to {reprlib.repr(now)}"
 
 
 def _parts(value: Any) -> Iterator[tuple[str, _Way]]:

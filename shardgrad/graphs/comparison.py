@@ -68,9 +68,6 @@ class Comparison:
                 yield name + suffix, tensor
         yield from self._others
 
-    def _memory(self) -> list[torch.Tensor]:
-        return list(plain_tensors(tensor for _, tensor in self._state()))
-
     def restore(self) -> None:
         """Restores the state for the next step: always the host state, and device memory once
         `frozen` has copied it.
@@ -109,9 +106,10 @@ class Comparison:
         Capture: not safe.
         """
         self.restore()  # only host state yet, which the second capture has changed
-        known = set(map(storage_of, self._memory()))
+        state = list(plain_tensors(tensor for _, tensor in self._state()))
+        known = set(map(storage_of, state))
         self._others = [(n, t) for n, t in memory if storage_of(t) not in known]
-        self._copies = _copies(self._memory(), self._device)
+        self._copies = _copies([*state, *(t for _, t in self._others)], self._device)
         of_first, of_again = (defaultdict[str, set[Hashable]](set) for _ in range(2))
         outputs: Any = None
         frozen: list[str] = []

@@ -17,7 +17,7 @@ call runs eagerly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from itertools import chain, starmap
 from operator import attrgetter, getitem, is_
 from typing import Any
@@ -27,7 +27,7 @@ from torch import nn
 
 from shardgrad.engine.grad_group import SWITCHES
 from shardgrad.engine.grad_shard import GradMemory, GradShard
-from shardgrad.engine.param_group import SHARDED, ParamGroup, Registration, fsdp_param_of, local_of
+from shardgrad.engine.param_group import SHARDED, Registration, fsdp_param_of, local_of
 from shardgrad.engine.replaced_params import adopt
 from shardgrad.engine.streams import is_capturing
 from shardgrad.engine.unit import RootContext, units_under
@@ -72,14 +72,22 @@ class ModuleState(Capturable):
         """Collects the objects that guards and snapshots read."""
         self._units = units_under(self._module)
         self._groups = [group for unit in self._units for group in unit.groups]
-        _refuse_uncapturable_groups(self._groups)
+        for group in self._groups:
+            if group.shard_memory.is_offloaded:
+                raise CaptureError(
+                    "graphed_step does not support CPUOffloadPolicy: the optimizer runs on the "
+                    "host, and a graph repeats only device work",
+                    expected=f"shards on {group.mesh.device}",
+                    got=f"shards on {group.shard_memory.device}",
+                    where=f"unit {group.name or 'root'!r}",
+                    fix="offload_policy=OffloadPolicy(), or call the step without graphed_step",
+                )
         self._grad_groups = [grads for unit in self._units for grads in unit.grad_groups]
-        contexts: Iterable[RootContext] = filter(None, map(_CONTEXT, self._units))
-        self._contexts = list(dict.fromkeys(contexts))
+        contexts = dict.fromkeys(filter(None, map(_CONTEXT, self._units)))
+        self._contexts: list[RootContext] = list(contexts)
         params = [p for group in self._groups for p in group.params]
-        sharded = [p.sharded for p in params]
         self._plain = [p for p in self._module.parameters() if fsdp_param_of(p) is None]
-        self._trainable = [*sharded, *self._plain]
+        self._trainable = [*(p.sharded for p in params), *self._plain]
         self._addressed = [*self._plain, *self._module.buffers()]
         self._registration = Registration(params)
         self._modules = tuple(self._module.modules())
@@ -159,8 +167,7 @@ class ModuleState(Capturable):
         for context in self._contexts:
             context.quiesce()
             context.comm_ctx.streams.forget_events()
-        if self._with_memory is not None:
-            self._refuse_replaced()
+        self._refuse_replaced()
         for shard in self._allocated_in_capture():
             if not shard.are_absent():
                 raise CaptureAgain(
@@ -188,10 +195,10 @@ class ModuleState(Capturable):
             )
 
     def _allocated_in_capture(self) -> list[GradShard]:
-        others = self._with_memory
-        if others is None:
+        known = self._with_memory
+        if known is None:
             return []
-        return [shard for shard in self._shards() if shard.has_memory and shard not in others]
+        return [shard for shard in self._shards() if shard.has_memory and shard not in known]
 
     def abort_capture(self) -> None:
         """See `Capturable`."""
@@ -202,7 +209,6 @@ class ModuleState(Capturable):
         for shard in self._allocated_in_capture():
             shard.unbind()
             shard.free(shard.current_stream())
-        self._with_memory = None
 
     def after_eager_region(self) -> None:
         """See `Capturable`."""
@@ -317,20 +323,6 @@ def _memory_of(shard: GradShard) -> Hashable:
     is_known = shard.memory is GradMemory.FIXED and shard.stream is not None
     address = shard.flat.data_ptr() if is_known else 0
     return address, tuple(shard.flagged), frozenset(shard.judged.items())
-
-
-def _refuse_uncapturable_groups(groups: Iterable[ParamGroup]) -> None:
-    for group in groups:
-        where = f"unit {group.name or 'root'!r}"
-        if group.shard_memory.is_offloaded:
-            raise CaptureError(
-                "graphed_step does not support CPUOffloadPolicy: the optimizer runs on the host, "
-                "and a graph repeats only device work",
-                expected=f"shards on {group.mesh.device}",
-                got=f"shards on {group.shard_memory.device}",
-                where=where,
-                fix="offload_policy=OffloadPolicy(), or call the step without graphed_step",
-            )
 
 
 class OptimState(Capturable):

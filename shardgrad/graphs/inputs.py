@@ -23,7 +23,7 @@ from shardgrad.errors import StepInputError
 from shardgrad.graphs.outputs import plain_tensors, storage_of
 from shardgrad.graphs.reads import Reads
 
-__all__ = ["InputBuffers", "Inputs", "flatten_inputs", "for_eager_call"]
+__all__ = ["InputBuffers", "Inputs", "flatten_inputs"]
 
 _LEAVES = (torch.Tensor, bool, int, float, str, type(None))  # the most frequent leaves
 
@@ -32,13 +32,11 @@ class Inputs(NamedTuple):
     """The flattened arguments of one call.
 
     Attributes:
-        leaves: tensors, numbers and other objects, in order.
-        tensors: the tensors among them.
+        tensors: the tensors, in order.
         key: the input key. Together with the guards it chooses the graph.
         arguments: (args, kwargs), as given.
     """
 
-    leaves: list[Any]
     tensors: list[torch.Tensor]
     key: tuple[Any, ...]
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
@@ -54,7 +52,7 @@ def flatten_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
     structure = _flattened((args, kwargs), leaves)
     key = structure, *map(_key, count(), leaves)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    return Inputs(leaves, tensors, key, (args, kwargs))
+    return Inputs(tensors, key, (args, kwargs))
 
 
 def _flattened(value: Any, leaves: list[Any]) -> Hashable:
@@ -76,7 +74,16 @@ def _flattened(value: Any, leaves: list[Any]) -> Hashable:
 def _key(index: int, value: Any) -> Hashable:
     """Returns the key of a leaf. `index` names it in errors."""
     if isinstance(value, torch.Tensor):
-        _require_plain(value, index)
+        kind, layout, trains = type(value), value.layout, value.requires_grad
+        if kind is not torch.Tensor or layout is not torch.strided or trains or value.is_meta:
+            raise StepInputError(
+                f"input {index} of a graphed step cannot be copied",
+                expected="a dense torch.Tensor with data, and without requires_grad: only its copy "
+                "would get the gradient",
+                got=f"{kind.__name__} of shape {tuple(value.shape)}, {layout}, on {value.device}, "
+                f"requires_grad={trains}",
+                fix="create it inside the step, close over it, or pass x.detach()",
+            )
         return value.shape, value.stride(), value.dtype, value.device.type
     if is_dataclass(value) or not isinstance(value, Hashable):
         raise StepInputError(
@@ -92,34 +99,6 @@ def _key(index: int, value: Any) -> Hashable:
         type(value).__name__,
         repr(value) if isinstance(value, float) else value,
     )
-
-
-def _require_plain(tensor: torch.Tensor, index: int) -> None:
-    kind, layout, trains = type(tensor), tensor.layout, tensor.requires_grad
-    if kind is not torch.Tensor or layout is not torch.strided or trains or tensor.is_meta:
-        raise StepInputError(
-            f"input {index} of a graphed step cannot be copied",
-            expected="a dense torch.Tensor with data, and without requires_grad: only its copy "
-            "would get the gradient",
-            got=f"{kind.__name__} of shape {tuple(tensor.shape)}, {layout}, on {tensor.device}, "
-            f"requires_grad={trains}",
-            fix="create it inside the step, close over it, or pass x.detach()",
-        )
-
-
-def for_eager_call(inputs: Inputs, device: torch.device) -> Any:
-    """Returns (args, kwargs) with the program's own tensors where they are on the device, so that
-    writes reach it, also through other tensors that share the memory, and with copies of the
-    others.
-
-    Streams: on the current stream.
-    """
-
-    def passed(given: torch.Tensor) -> torch.Tensor:
-        is_there = given.device.type == device.type
-        return given.detach() if is_there else given.to(device, non_blocking=True)
-
-    return tree_map_only(torch.Tensor, passed, inputs.arguments)
 
 
 # -- buffers
@@ -140,9 +119,13 @@ class InputBuffers:
     def __init__(self, inputs: Inputs, device: torch.device) -> None:
         self._device = device
         with torch.inference_mode(False):  # later calls with this key may be outside of the mode
-            self.buffers = [torch.empty_like(each, device=device) for each in inputs.tensors]
-        self._arguments = inputs.arguments
-        self.objects = [each for each in inputs.leaves if not isinstance(each, _LEAVES)]
+            # Not the arguments themselves, which would be kept as long as the graph.
+            self._arguments = tree_map_only(
+                torch.Tensor, lambda each: torch.empty_like(each, device=device), inputs.arguments
+            )
+        leaves = tree_leaves(self._arguments)
+        self.buffers = list(plain_tensors(leaves))
+        self.objects = [each for each in leaves if not isinstance(each, _LEAVES)]
         self._captured: list[torch.Tensor] = []  # what the latest capture has passed
         self._written: set[int] = set()  # the arguments that the step writes
 
@@ -151,9 +134,10 @@ class InputBuffers:
         autograd state of one call does not reach the next.
         """
         with torch.inference_mode(False):  # inference tensors do not count writes
-            self._captured = [each.data for each in self.buffers]  # counts writes from 0
-        passed = iter(self._captured)
-        return tree_map_only(torch.Tensor, lambda _: next(passed), self._arguments)
+            # `data` counts writes from 0.
+            passed = tree_map_only(torch.Tensor, lambda buffer: buffer.data, self._arguments)
+        self._captured = list(plain_tensors(tree_leaves(passed)))
+        return passed
 
     def load(self, inputs: Inputs) -> None:
         """Copies a call's tensors into the buffers.
@@ -181,16 +165,12 @@ class InputBuffers:
         overwritten = set(map(storage_of, plain_tensors(tree_leaves(outputs))))
         for index in self._written:
             given = inputs.tensors[index].detach()  # autograd does not continue across calls
-            if self._is_on_device(given) and storage_of(given) not in overwritten:
+            if given.device == self._device and storage_of(given) not in overwritten:
                 given.copy_(self.buffers[index])
-
-    def _is_on_device(self, tensor: torch.Tensor) -> bool:
-        return tensor.device.type == self._device.type
 
     def _staged(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a tensor from which CUDA copies asynchronously."""
-        if self._device.type != "cuda" or self._is_on_device(tensor):
-            return tensor
-        if tensor.is_pinned() and tensor.is_contiguous():
+        is_host = self._device.type == "cuda" and tensor.device.type == "cpu"
+        if not is_host or (tensor.is_pinned() and tensor.is_contiguous()):
             return tensor
         return torch.empty_like(tensor, pin_memory=True).copy_(tensor)

@@ -107,7 +107,7 @@ class GraphPool:
 
         Streams: filled on the current one. Capture: not safe.
         """
-        if self._memory is not None and self._is_away:
+        if self._memory is not None:
             self._memory.bring_back()
         self._is_away = False
 

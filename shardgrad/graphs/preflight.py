@@ -12,7 +12,6 @@ import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardgrad.errors import CaptureError, ShardgradError
 from shardgrad.graphs import eager_regions
-from shardgrad.graphs.closed_over import changed_numbers, closed_over, numbers
+from shardgrad.graphs.closed_over import changed_numbers, closed_over
 from shardgrad.graphs.program_line import TORCH, is_of_the_program
 from shardgrad.ops.library import build_command, has_kernels
 
@@ -194,7 +193,6 @@ def watched(
         modules: the modules that were passed to `graphed_step`.
         found: the list to add to.
     """
-    search = partial(closed_over, function, modules, frozenset())
     to_text: Callable[..., str] = torch._tensor_str._str
 
     def note() -> None:
@@ -210,14 +208,14 @@ def watched(
         note()
         return to_text(*args, **kwargs)
 
-    before = numbers(search())
+    before = list(closed_over(function, modules))
     torch._tensor_str._str = noted  # which runs without modes
     try:
         with _HostReads(note):
             yield
     finally:
         torch._tensor_str._str = to_text
-    found += changed_numbers(before, numbers(search()))
+    found += changed_numbers(before)
 
 
 class _HostReads(TorchDispatchMode):

@@ -57,8 +57,7 @@ class Reads(TorchDispatchMode):
     Attributes:
         places: the places of tensors that the function closes over and that an operation reads,
             with `Place.key` at the beginning of the block.
-        numbers: the values other than tensors that the function closes over, by the names of their
-            places.
+        numbers: the values other than tensors that the function closes over, with their places.
         groups: the process groups whose collectives in the block have device tensors.
 
     Raises:
@@ -79,7 +78,7 @@ class Reads(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._pool = pool
         self.places: dict[Place, Hashable] = {}
-        self.numbers: dict[str, Any] = {}
+        self.numbers: list[tuple[Place, Any]] = []
         self.groups: set[dist.ProcessGroup] = set()
         # Storages that operations of the block created. While a weak reference exists, no other
         # storage, such as one that is created without an operation, gets the same identity.
@@ -96,14 +95,14 @@ class Reads(TorchDispatchMode):
         self._candidates = defaultdict[int, list[tuple[Place, Hashable]]](list)
         registered = (chain(each.parameters(), each.buffers()) for each in modules)
         self._given = frozenset(map(id, chain.from_iterable(registered)))
-        self._search = partial(closed_over, function, [*modules, *objects], self._given)
+        self._search = partial(closed_over, function, [*modules, *objects])
         for place, value in self._search():
-            if isinstance(value, torch.Tensor):
+            if not isinstance(value, torch.Tensor):
+                self.numbers.append((place, value))
+            elif id(value) not in self._given:  # whose addresses are guards
                 found = place, address_of(value)
                 for tensor in plain_tensors([value]):
                     self._candidates[storage_of(tensor)].append(found)
-            else:
-                self.numbers.setdefault(place.name, value)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -146,6 +145,7 @@ class Reads(TorchDispatchMode):
     ) -> None:
         """Notes that an operation uses a tensor that the block did not create."""
         identity = storage_of(tensor)
+        is_on_device = tensor.device.type not in ("cpu", "meta")
         by_value = is_of_host(tensor) and (runs_on_host or tensor.ndim == 0)
         found = self._candidates[identity]
         if by_value and not found:
@@ -166,10 +166,9 @@ class Reads(TorchDispatchMode):
             # A write on a stream that is not captured is executed now and not by a replay. The
             # step's own stream is exempt, since between the parts of a split graph torch writes the
             # state of random generators on it.
-            own = self._pool.stream
-            is_eager = tensor.device.type not in ("cpu", "meta") and not is_capturing(tensor.device)
-            stream = torch.accelerator.current_stream(tensor.device) if is_eager else own
-            if stream != own:
+            is_eager = is_on_device and not is_capturing(tensor.device)
+            stream = torch.accelerator.current_stream(tensor.device) if is_eager else None
+            if stream not in (None, self._pool.stream):
                 raise CaptureError(
                     "it writes on a stream that is not captured, so a replay would not write",
                     expected="a stream that waits for the step's stream, and that the step waits "
@@ -183,7 +182,7 @@ class Reads(TorchDispatchMode):
         # mistaken for the program's.
         if identity and identity not in self._memory and not is_slice(tensor):
             self._memory[identity] = StorageWeakRef(tensor.untyped_storage())
-            if tensor.device.type not in ("cpu", "meta") and identity not in self._state:
+            if is_on_device and identity not in self._state:
                 what = name or f"a tensor of shape {tuple(tensor.shape)} that {func} reads"
                 self._on_device[identity] = what, tensor.untyped_storage().data_ptr()
 
@@ -202,11 +201,15 @@ class Reads(TorchDispatchMode):
         if managed is None:
             param, name = leaf, "a tensor that requires a gradient"
             is_trained = isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf
-            is_used = is_trained and torch.is_grad_enabled() and func is not _DETACH
             # A tensor that the block made, or of the state or the inputs, is none of the program's.
-            is_used = is_used and any(
-                storage_of(each) not in self._made and storage_of(each) not in self._state
-                for each in plain_tensors([leaf])
+            is_used = (
+                is_trained
+                and torch.is_grad_enabled()
+                and func is not _DETACH
+                and not all(
+                    storage_of(each) in self._made or storage_of(each) in self._state
+                    for each in plain_tensors([leaf])
+                )
             )
         else:
             param, name, is_used = managed.sharded, managed.name, True

@@ -31,7 +31,7 @@ from shardgrad.graphs.captured import CapturedStep, Key
 from shardgrad.graphs.closed_over import changed_numbers
 from shardgrad.graphs.comparison import Comparison
 from shardgrad.graphs.eager_regions import handle_eager_calls, is_in_step
-from shardgrad.graphs.inputs import InputBuffers, Inputs, flatten_inputs, for_eager_call
+from shardgrad.graphs.inputs import InputBuffers, Inputs, flatten_inputs
 from shardgrad.graphs.lifetime import has_graphs
 from shardgrad.graphs.outputs import apart_from, detached, used_on
 from shardgrad.graphs.pool import GraphPool
@@ -224,7 +224,13 @@ class GraphedStep(Generic[_P, _R]):
             if captured is not None:
                 self.captures += 1
                 self._news = captured.why_not()
-        self._warn_of_news()
+        self._with_news = self._with_news + 1 if self._news else 0
+        if self._with_news == _IN_A_ROW:
+            self._warn(
+                f"runs eagerly and is not captured: in each of the last {_IN_A_ROW} calls, "
+                f"something that selects its graph was new. In the last call: {self._news}.",
+                depth=4,
+            )
         if captured is None or self._news:
             return self._run_eagerly(inputs)
         if known is not None:
@@ -259,21 +265,18 @@ class GraphedStep(Generic[_P, _R]):
             )
         return ""
 
-    def _warn_of_news(self) -> None:
-        self._with_news = self._with_news + 1 if self._news else 0
-        if self._with_news == _IN_A_ROW:
-            self._warn(
-                f"runs eagerly and is not captured: in each of the last {_IN_A_ROW} calls, "
-                f"something that selects its graph was new. In the last call: {self._news}.",
-                depth=5,
-            )
-
     def _run_eagerly(self, inputs: Inputs) -> Any:
         def call_region(region: Callable[[], Any]) -> None:
             self._note_border()
             region()
 
-        args, kwargs = for_eager_call(inputs, self.pool.device)
+        # The program's own tensors where they are on the device, so that writes reach it, also
+        # through other tensors that share the memory; and copies of the others.
+        args, kwargs = tree_map_only(
+            torch.Tensor,
+            lambda given: given.detach().to(self.pool.device, non_blocking=True),
+            inputs.arguments,
+        )
         redraws = Redraws(self.pool)
         is_told = not (self.pool.can_capture or self.eager_steps)
         watch = watched(self._function, self._modules, self._found) if is_told else nullcontext()
@@ -359,6 +362,7 @@ class GraphedStep(Generic[_P, _R]):
         since the first capture.
         """
         comparison = Comparison(self._capturables, self.pool.device, self._generators)
+        changed = list(changed_numbers(first.reads.numbers))
         self._graphs.remove(first)
         try:
             again = self._capture_or_refuse(inputs, first.redraws)
@@ -381,7 +385,6 @@ class GraphedStep(Generic[_P, _R]):
                 again.reset()
                 if self._raises:
                     comparison.restore()
-                changed = changed_numbers(first.reads.numbers, again.reads.numbers)
                 self._refuse(
                     CaptureError(
                         "it would be wrong as a graph: captured again in the next call, it "

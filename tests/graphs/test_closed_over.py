@@ -16,7 +16,9 @@ import torch
 from torch import nn
 
 from shardgrad.graphs.closed_over import Place, closed_over
+from shardgrad.graphs.pool import GraphPool
 from shardgrad.graphs.program_line import line_that_raised
+from shardgrad.graphs.reads import Reads
 
 targets = torch.zeros(2)  # of the steps below, as a global variable
 
@@ -121,7 +123,7 @@ def steps() -> Iterator[tuple[str, str, Callable[[], Any]]]:
 
 def places_of(step: Callable[[], Any], *objects: Any) -> dict[Place, Any]:
     """Returns the places of tensors that a step closes over, with what is there."""
-    found = closed_over(step, objects, frozenset())
+    found = closed_over(step, objects)
     return {place: place.key() for place, value in found if isinstance(value, torch.Tensor)}
 
 
@@ -188,13 +190,14 @@ def test_a_place_to_which_no_way_leads_any_more_has_no_key() -> None:
 
 def test_given_parameters_are_no_places() -> None:
     model = nn.Linear(2, 2)
-    given = frozenset(map(id, model.parameters()))
-    assert given.isdisjoint(id(value) for _, value in closed_over(lambda: model, [], given))
+    with Reads(lambda: model, [model], [], GraphPool("cpu"), [], []) as reads:
+        model(torch.ones(2))
+    assert reads.places == {}
 
 
 def test_numbers_that_a_step_closes_over_have_names() -> None:
     rate, held = 0.5, {"on": True}
-    found = closed_over(lambda: rate if held["on"] else None, [], frozenset())
+    found = closed_over(lambda: rate if held["on"] else None, [])
     assert {place.name: value for place, value in found} == {"rate": 0.5, "held['on']": True}
 
 
@@ -202,7 +205,7 @@ def test_large_and_circular_objects_are_looked_through_in_part() -> None:
     numbers: list[Any] = [torch.ones(1) for _ in range(5_000)]
     numbers[0] = numbers
     near = torch.ones(2)
-    found: dict[Place, Any] = dict(closed_over(lambda: (numbers, near), [], frozenset()))
+    found: dict[Place, Any] = dict(closed_over(lambda: (numbers, near), []))
     assert any(tensor is near for tensor in found.values())
     assert 500 < len(found) < 1_500
 

@@ -97,13 +97,16 @@ def test_a_batch_of_the_host_is_read_after_it_has_arrived(graphed: Graphed) -> V
 
 
 @on_virtual_ranks(1)
-def test_outputs_are_overwritten() -> None:
+def test_outputs_are_overwritten_and_arguments_are_not_kept() -> None:
     @shardgrad.graphed_step(warmup=1)
     def step(x: Tensor) -> Tensor:
         return x * 2
 
     step(torch.ones(2, device=NAME))
-    first = step(torch.ones(2, device=NAME))
+    given = torch.ones(2, device=NAME)
+    first, captured = step(given), weakref.ref(given)
+    del given
+    assert captured() is None
     second = step(torch.full((2,), 5.0, device=NAME))
     assert first.tolist() == second.tolist() == [10.0, 10.0]
     step.close()
