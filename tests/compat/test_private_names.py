@@ -21,7 +21,7 @@ FOLDERS = (
 
 # What torch has no public name for, and what it is used for.
 WHY = {
-    "torch._C.DisableTorchFunctionSubclass": "a DTensor's version is read three times as fast",
+    "torch._C.DisableTorchFunction": "a DTensor's version is read three times as fast",
     "torch._C._autograd._get_current_graph_task_keep_graph": "a kept graph reads parameters again",
     "torch._C._current_graph_task_id": "tells a forward from one that backward recomputes",
     "torch._C._dynamo.eval_frame._FrameAction": "hooks run as plain Python, without an import of "
