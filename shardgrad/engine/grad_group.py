@@ -200,8 +200,7 @@ class GradGroup:
         gradients wait. One that begins to require grad gets a place. Waiting gradients are reduced
         first, because they were packed with the old layout.
         """
-        # First, because waiting gradients are reduced in their former places below.
-        is_new, self.trainable = not self.trainable, self.group.carry_requires_grad()
+        is_new, trainable = not self.trainable, self.group.carry_requires_grad()
         # Clipping and the optimizer have to find an existing gradient, also if its parameter was
         # frozen since.
         params, attribute = self.group.params, self.group.gradient_policy.attribute
@@ -210,11 +209,16 @@ class GradGroup:
         if self.is_due or self.partial.is_live:
             kept.update(self.params)
         placed = [p for p in params if p.sharded.requires_grad or p in kept]
-        if is_new or placed != self.params:
-            if self.scheduler is not None:
-                self.scheduler.finish(self)
-                if placed and self.scheduler.comm_ctx.is_captured and not is_new:
-                    self._refuse_in_capture(placed)
+        is_moved, scheduler = is_new or placed != self.params, self.scheduler
+        is_captured = scheduler is not None and scheduler.comm_ctx.is_captured
+        if is_captured and is_moved and placed and not is_new:
+            self._refuse_in_capture(placed)
+        # After a refusal, the places are still to be assigned. Below, waiting gradients are reduced
+        # in their former places first.
+        self.trainable = trainable
+        if is_moved:
+            if scheduler is not None:
+                scheduler.finish(self)
             self._place(placed)
         else:
             self.hook()  # for those that require grad again

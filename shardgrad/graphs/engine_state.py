@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardgrad.engine.grad_group import SWITCHES
+from shardgrad.engine.grad_group import SWITCHES, ReductionSettings
 from shardgrad.engine.grad_shard import GradMemory, GradShard
 from shardgrad.engine.param_group import SHARDED, Registration, fsdp_param_of, local_of
 from shardgrad.engine.replaced_params import adopt
@@ -93,11 +93,10 @@ class ModuleState(Capturable):
         self._modules = tuple(self._module.modules())
         # Other host state that a step may set: (dictionary, key) of each value.
         of_unit = "reshard_after_forward", "reshard_after_backward", "unshard_in_backward"
-        reductions = [unit.reductions for unit in self._units]
         switches: Any = (
             (self._modules, ("training",)),
             (self._units, of_unit),
-            (reductions, reductions and vars(reductions[0])),
+            ([unit.reductions for unit in self._units], vars(ReductionSettings())),
             (self._grad_groups, SWITCHES),
             ([grads.partial for grads in self._grad_groups], ("is_live",)),
             (self._contexts, ("is_last_backward",)),

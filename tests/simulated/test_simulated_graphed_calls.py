@@ -500,6 +500,26 @@ def test_a_model_that_is_frozen_without_gradients_is_refused_by_name_and_trains_
     require_same(values_of(adversarial(eager)), seen)
 
 
+@same_bits_as_eager(1)
+def test_a_layer_that_is_thawed_in_a_refused_capture_trains_in_that_call(
+    graphed: Graphed,
+) -> Values:
+    model = build(1)
+    optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
+    taken = step_of(model, optimizer)
+
+    @graphed(model, optimizer, on_uncapturable="eager")
+    def step(x: Tensor) -> Tensor:
+        for trains in (True, False):
+            model[0].second.requires_grad_(trains)
+            loss: Tensor = taken(x)
+        return loss
+
+    for number in range(5):
+        yield step(batch(number))
+    yield model
+
+
 # -- several callers
 
 
