@@ -152,7 +152,8 @@ class CapturedStep:
 
     def reset(self) -> None:
         """Destroys the graphs. The host waits for the device first, since they may be running."""
-        wait_for_device(self._pool.device)
+        with self._pool.lock:
+            wait_for_device(self._pool.device)
         self._destroy()
 
     def _destroy(self) -> None:

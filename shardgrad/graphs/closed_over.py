@@ -123,8 +123,6 @@ def closed_over(
             yield place, value
         elif id(value) not in seen and not isinstance(value, bytes | Optimizer):
             seen[id(value)] = value
-            if isinstance(value, nn.Module):
-                place = Place(place.name, value)
             for name, on in islice(_parts(value), _MOST_PARTS):
                 full = place.name + name if name.startswith((".", "[")) else name or place.name
                 waiting.append(Place(full, place.root, (*place.way, *on)))

@@ -22,12 +22,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
-from shardgrad.graphs.capturable import Capturable, host_snapshot
-from shardgrad.graphs.outputs import plain_tensors, storage_of
+from shardgrad.graphs.capturable import Capturable
+from shardgrad.graphs.outputs import plain_tensors, storage_of, storages_of
 from shardgrad.ops.library import has_kernels
 from shardgrad.ops.virtual_memory import virtual_zeros
 
-__all__ = ["Comparison"]
+__all__ = ["frozen_values"]
 
 _PIECE_NBYTES = 2**24
 _ALIGNMENT = 512  # bytes between the beginnings of copies, as in torch's allocator
@@ -37,104 +37,79 @@ _ODD = -0x61C8864680B583EB  # 2**64 divided by the golden ratio
 _ROUNDS = 6
 
 
-class Comparison:
-    """Compares two captures of a step, both from the state at the time of construction.
+def frozen_values(
+    first: Callable[[], Any],
+    again: Callable[[], Any],
+    capturables: Sequence[Capturable],
+    memory: Iterable[tuple[str, torch.Tensor]],
+    groups: Iterable[dist.ProcessGroup],
+    device: torch.device,
+    restore_host: Callable[[], None],
+) -> tuple[Any, list[str], Callable[[], None]]:
+    """Replays two captures of a step from the same state. The effects of the last replay stay.
+
+    If anything differs on any rank, all ranks replay both again, to distinguish frozen values from
+    random differences.
 
     Args:
+        first: replays one capture.
+        again: replays the other.
         capturables: the objects whose state the step uses.
-        device: the device whose default generator is restored.
-        generators: the other generators that the step draws from.
+        memory: (name, tensor) for all memory that the step writes. Memory that no capturable has
+            and that has no name, since the step's function does not close over it, may be scratch:
+            it is restored but not compared.
+        groups: the process groups in which the step communicates. Their ranks agree on the number
+            of replays.
+        device: the device of the step.
+        restore_host: restores the host state and the random generators of before the second
+            capture, which has changed them.
+
+    Returns:
+        The outputs of `again`; the names of the frozen outputs and memory, those for which all
+        replays of `first` gave the same bits and no replay of `again` gave these; and a function
+        that restores all state.
+
+    Streams: everything runs on the current stream; the host waits for each replay.
+    Capture: not safe.
     """
 
-    def __init__(
-        self,
-        capturables: Sequence[Capturable],
-        device: torch.device,
-        generators: Sequence[torch.Generator],
-    ) -> None:
-        self._capturables = capturables
-        self._others: list[tuple[str, torch.Tensor]] = []
-        self._restore_host = host_snapshot(capturables, device, generators)
-        self._device = device
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def _state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields (name, tensor) of the memory to restore: the current state of capturables, and
-        other memory. Memory without a name is not compared.
-        """
-        for number, each in enumerate(self._capturables):
-            suffix = f" (capturable {number})" if len(self._capturables) > 1 else ""
+    def state() -> Iterator[tuple[str, torch.Tensor]]:
+        for number, each in enumerate(capturables):
+            suffix = f" (capturable {number})" if len(capturables) > 1 else ""
             for name, tensor in each.tensors():
                 yield name + suffix, tensor
-        yield from self._others
 
-    def restore(self) -> None:
-        """Restores the state for the next step: always the host state, and device memory once
-        `frozen` has copied it.
-        """
-        with torch.no_grad():
-            for tensor, value in self._copies:
-                tensor.copy_(value)
-        self._restore_host()
+    def restore() -> None:
+        for tensor, value in copies:
+            tensor.copy_(value)
+        restore_host()
 
-    def frozen(
-        self,
-        first: Callable[[], Any],
-        again: Callable[[], Any],
-        memory: Iterable[tuple[str, torch.Tensor]],
-        groups: Iterable[dist.ProcessGroup],
-    ) -> tuple[Any, list[str]]:
-        """Replays two captures of a step. The effects of the last replay stay.
-
-        If anything differs on any rank, all ranks replay both again, to distinguish frozen values
-        from random differences.
-
-        Args:
-            first: replays one capture.
-            again: replays the other.
-            memory: (name, tensor) for all memory that the step writes. Memory that no capturable
-                has and that has no name, since the step's function does not close over it, may be
-                scratch: it is restored but not compared.
-            groups: the process groups in which the step communicates. Their ranks agree on the
-                number of replays.
-
-        Returns:
-            The outputs of `again`, and the names of the frozen outputs and memory: those for which
-            all replays of `first` gave the same bits and no replay of `again` gave these.
-
-        Streams: everything runs on the current stream; the host waits for each replay.
-        Capture: not safe.
-        """
-        self.restore()  # only host state yet, which the second capture has changed
-        state = list(plain_tensors(tensor for _, tensor in self._state()))
-        known = set(map(storage_of, state))
-        self._others = [(n, t) for n, t in memory if storage_of(t) not in known]
-        self._copies = _copies([*state, *(t for _, t in self._others)], self._device)
-        of_first, of_again = (defaultdict[str, set[Hashable]](set) for _ in range(2))
-        outputs: Any = None
-        frozen: list[str] = []
-        for number in range(_ROUNDS):
-            if number:
-                self.restore()
-            self._note(first(), of_first)
-            self.restore()
-            outputs = again()
-            self._note(outputs, of_again)
-            frozen = [
-                name
-                for name, bits in of_again.items()
-                if len(of_first[name]) == 1 and bits.isdisjoint(of_first[name])
-            ]
-            if not _on_any_rank(bool(frozen), groups, self._device):
-                break
-        return outputs, frozen
-
-    def _note(self, outputs: Any, seen: defaultdict[str, set[Hashable]]) -> None:
-        """Adds the digests of a replay's outputs and memory to `seen`, by name."""
+    def note(outputs: Any, seen: defaultdict[str, set[Hashable]]) -> None:
         of_outputs = [(f"output{keystr(p)}", leaf) for p, leaf in tree_leaves_with_path(outputs)]
-        for name, tensor in chain(of_outputs, self._state()):
+        for name, tensor in chain(of_outputs, state(), others):
             if name:
                 seen[name].add(tuple(map(_digest, plain_tensors([tensor]))))
+
+    restore_host()
+    present = list(plain_tensors(tensor for _, tensor in state()))
+    known = storages_of(present)
+    others = [(name, tensor) for name, tensor in memory if storage_of(tensor) not in known]
+    copies = _copies([*present, *(tensor for _, tensor in others)], device)
+    of_first, of_again = (defaultdict[str, set[Hashable]](set) for _ in range(2))
+    for _ in range(_ROUNDS):
+        restore()
+        note(first(), of_first)
+        restore()
+        outputs = again()
+        note(outputs, of_again)
+        frozen = [
+            name
+            for name, bits in of_again.items()
+            if len(of_first[name]) == 1 and bits.isdisjoint(of_first[name])
+        ]
+        if not _on_any_rank(bool(frozen), groups, device):
+            break
+    return outputs, frozen, restore
 
 
 def _on_any_rank(found: bool, groups: Iterable[dist.ProcessGroup], device: torch.device) -> bool:
@@ -167,12 +142,11 @@ def _copies(
         device = torch.device("cpu")
     places = virtual_zeros(sum(sizes), torch.uint8, device).split(sizes)
     pairs = [
-        (tensor, place[: tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        (tensor.detach(), place[: tensor.nbytes].view(tensor.dtype).view(tensor.shape))
         for place, tensor in zip(places, tensors, strict=True)
     ]
-    with torch.no_grad():
-        for tensor, copy in pairs:
-            copy.copy_(tensor)
+    for tensor, copy in pairs:
+        copy.copy_(tensor)
     return pairs
 
 

@@ -19,10 +19,7 @@ from torch.utils._pytree import tree_map_only
 __all__ = ["handle_eager_calls", "is_in_step", "outside"]
 
 _P = ParamSpec("_P")
-Handler = Callable[[Callable[[], Any]], None]
-
-
-_handler: ContextVar[Handler] = ContextVar("_handler", default=operator.call)  # one per thread
+_handler: ContextVar[Any] = ContextVar("_handler", default=operator.call)  # one per thread
 
 
 def outside(call: Callable[_P, Any], *args: _P.args, **kwargs: _P.kwargs) -> None:
@@ -60,7 +57,7 @@ def is_in_step() -> bool:
 
 
 @contextmanager
-def handle_eager_calls(handler: Handler) -> Iterator[None]:
+def handle_eager_calls(handler: Callable[[Callable[[], Any]], None]) -> Iterator[None]:
     """Passes every call of `outside` in this thread to `handler` while the block runs."""
     token = _handler.set(handler)
     try:

@@ -195,9 +195,8 @@ class ModuleState(Capturable):
 
     def _allocated_in_capture(self) -> list[GradShard]:
         known = self._with_memory
-        if known is None:
-            return []
-        return [shard for shard in self._shards() if shard.has_memory and shard not in known]
+        found = [shard for shard in self._shards() if shard.has_memory]
+        return [] if known is None else [shard for shard in found if shard not in known]
 
     def abort_capture(self) -> None:
         """See `Capturable`."""

@@ -20,7 +20,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from shardgrad.errors import StepInputError
-from shardgrad.graphs.outputs import plain_tensors, storage_of
+from shardgrad.graphs.outputs import plain_tensors, storage_of, storages_of
 from shardgrad.graphs.reads import Reads
 
 __all__ = ["InputBuffers", "Inputs", "flatten_inputs"]
@@ -162,7 +162,7 @@ class InputBuffers:
         """
         if not self._written:
             return
-        overwritten = set(map(storage_of, plain_tensors(tree_leaves(outputs))))
+        overwritten = storages_of(tree_leaves(outputs))
         for index in self._written:
             given = inputs.tensors[index].detach()  # autograd does not continue across calls
             if given.device == self._device and storage_of(given) not in overwritten:
@@ -170,7 +170,6 @@ class InputBuffers:
 
     def _staged(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a tensor from which CUDA copies asynchronously."""
-        is_host = self._device.type == "cuda" and tensor.device.type == "cpu"
-        if not is_host or (tensor.is_pinned() and tensor.is_contiguous()):
-            return tensor
-        return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+        if self._device.type == "cuda" and tensor.device.type == "cpu":
+            return tensor.contiguous().pin_memory()
+        return tensor

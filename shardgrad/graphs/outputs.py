@@ -19,6 +19,7 @@ __all__ = [
     "is_slice",
     "plain_tensors",
     "storage_of",
+    "storages_of",
     "used_on",
 ]
 
@@ -57,11 +58,10 @@ def apart_from(state: Iterable[torch.Tensor], outputs: Any) -> Any:
     Streams: the current one.
     Capture: safe.
     """
-    storages = set(map(storage_of, plain_tensors(state)))
+    taken = storages_of(state)
 
     def copied(leaf: torch.Tensor) -> torch.Tensor:
-        found = plain_tensors([leaf])
-        is_of_state = any(storage_of(x) in storages or is_slice(x) for x in found)
+        is_of_state = taken & storages_of([leaf]) or any(map(is_slice, plain_tensors([leaf])))
         return leaf.clone() if is_of_state else leaf
 
     return tree_map_only(torch.Tensor, copied, outputs)
@@ -73,6 +73,11 @@ def storage_of(tensor: torch.Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
     except NotImplementedError:
         return 0
+
+
+def storages_of(values: Iterable[Any]) -> set[int]:
+    """Returns the identities of the storages of all tensors among the values."""
+    return set(map(storage_of, plain_tensors(values)))
 
 
 def is_slice(tensor: torch.Tensor) -> bool:

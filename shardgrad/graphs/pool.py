@@ -11,6 +11,7 @@ import ctypes
 import functools
 import gc
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 from shardgrad.engine.streams import Stream, wait_for_device
-from shardgrad.errors import AsleepError, CaptureError, OptionError
+from shardgrad.errors import AsleepError, OptionError
 from shardgrad.ops.virtual_memory import VirtualPool
 from shardgrad.policies import SleepPolicy
 
@@ -31,6 +32,10 @@ DeviceGraph = Any  # a torch.cuda.CUDAGraph or a torch.accelerator.Graph
 _override_stale_streams: Callable[[bool], None] = getattr(
     torch.autograd.graph, "set_override_stale_capture_stream", lambda _: None
 )
+
+# By device: held by a thread that captures, since a device synchronization of another thread would
+# invalidate its capture.
+_locks = defaultdict[torch.device, Any](threading.RLock)
 
 _STREAM_NON_BLOCKING = 1  # cudaStreamNonBlocking: not synchronized with the legacy stream
 
@@ -57,6 +62,7 @@ class GraphPool:
         stream: the stream on which steps run eagerly and are captured; None on the CPU.
         can_capture: False if the device has no graphs, so that all steps run eagerly.
         caller: the stream that was current in the latest call, of any step; None on the CPU.
+        lock: held while a thread captures on the device, with any pool.
         nbytes: bytes that captures have reserved so far, in addition to those of eager steps.
     """
 
@@ -74,8 +80,9 @@ class GraphPool:
         self.stream: Stream = (
             _capture_stream(self.device, threading.get_ident()) if self.can_capture else None
         )
+        self.lock = _locks[self.device]
         self.nbytes = 0
-        self.caller: Stream = None
+        self.caller: Any = None
         self._policy = offload_policy
         self._memory: VirtualPool | None = None
         self._handle: Any = None  # torch's id of the memory pool; None while there are no graphs
@@ -132,7 +139,7 @@ class GraphPool:
         Streams: the pool's stream waits for the caller's before the block, and the caller's for the
             pool's after it, even if the block raises.
         """
-        if self.stream is None or self.caller is None:
+        if self.stream is None:
             yield
             return
         self.stream.wait_stream(self.caller)
@@ -146,13 +153,10 @@ class GraphPool:
     def capture(self, generators: Sequence[torch.Generator]) -> Iterator[DeviceGraph]:
         """Captures what the block launches on the pool's stream, and on streams that join it.
 
-        Call it inside `turn`. The host waits for the device first. If the block raises, the capture
-        is ended. `destroy` the graph in any case.
-
-        Raises:
-            CaptureError: another thread captures on the device.
+        Call it inside `turn`. The host waits for the device first, and for another thread that
+        captures on it. If the block raises, the capture is ended. `destroy` the graph in any case.
         """
-        with _alone(self.device):
+        with self.lock:
             gc.collect()  # tensors of earlier, unreachable cycles must not be freed in the capture
             wait_for_device(self.device)
             # So that the graph's pool may reserve memory that eager steps left unused in the cache.
@@ -263,27 +267,3 @@ def _capture_stream(device: torch.device, thread: int) -> torch.Stream:
     return torch.Stream(
         stream_id=found.stream_id, device_index=found.device_index, device_type=found.device_type
     )
-
-
-_threads_capturing: dict[torch.device, threading.Thread] = {}
-
-
-@contextmanager
-def _alone(device: torch.device) -> Iterator[None]:
-    """Refuses a capture while another thread captures on the device: each begins with a device
-    synchronization, which would invalidate the other thread's capture.
-    """
-    thread = threading.current_thread()
-    other = _threads_capturing.setdefault(device, thread)
-    if other is not thread:
-        raise CaptureError(
-            f"{thread.name} cannot capture on {device} while {other.name} captures on it",
-            expected="one capture at a time on a device",
-            got="two concurrent captures",
-            fix="hold a threading.Lock around the calls of both steps until both are captured, or "
-            "use one process per step",
-        )
-    try:
-        yield
-    finally:
-        del _threads_capturing[device]

@@ -193,7 +193,7 @@ def watched(
         modules: the modules that were passed to `graphed_step`.
         found: the list to add to.
     """
-    to_text: Callable[..., str] = torch._tensor_str._str
+    to_text: Any = torch._tensor_str._str
 
     def note() -> None:
         stack = traceback.extract_stack()
@@ -204,7 +204,7 @@ def watched(
             file, number, name, text = reader
             found.append(f"{file}:{number} in {name}: {text}")
 
-    def noted(*args: Any, **kwargs: Any) -> str:
+    def noted(*args: Any, **kwargs: Any) -> Any:
         note()
         return to_text(*args, **kwargs)
 

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import _resolve_process_group
+from torch._library.utils import zip_schema
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -31,7 +32,14 @@ from shardgrad.engine.param_group import fsdp_param_of
 from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import CaptureError
 from shardgrad.graphs.closed_over import Place, address_of, closed_over
-from shardgrad.graphs.outputs import host_value, is_of_host, is_slice, plain_tensors, storage_of
+from shardgrad.graphs.outputs import (
+    host_value,
+    is_of_host,
+    is_slice,
+    plain_tensors,
+    storage_of,
+    storages_of,
+)
 from shardgrad.graphs.pool import GraphPool
 
 __all__ = ["Reads"]
@@ -83,7 +91,7 @@ class Reads(TorchDispatchMode):
         # Storages that operations of the block created. While a weak reference exists, no other
         # storage, such as one that is created without an operation, gets the same identity.
         self._made: dict[int, StorageWeakRef] = {}
-        self._state = set(map(storage_of, plain_tensors(state)))
+        self._state = storages_of(state)
         self._generators = generators
         # By storage: weak references to those that existed before the block; a description and the
         # address of those on a device; and the name of the place of those that the block writes.
@@ -101,8 +109,8 @@ class Reads(TorchDispatchMode):
                 self.numbers.append((place, value))
             elif id(value) not in self._given:  # whose addresses are guards
                 found = place, address_of(value)
-                for tensor in plain_tensors([value]):
-                    self._candidates[storage_of(tensor)].append(found)
+                for storage in storages_of([value]):
+                    self._candidates[storage].append(found)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -206,10 +214,7 @@ class Reads(TorchDispatchMode):
                 is_trained
                 and torch.is_grad_enabled()
                 and func is not _DETACH
-                and not all(
-                    storage_of(each) in self._made or storage_of(each) in self._state
-                    for each in plain_tensors([leaf])
-                )
+                and not storages_of([leaf]) - self._state <= self._made.keys()
             )
         else:
             param, name, is_used = managed.sharded, managed.name, True
@@ -227,9 +232,9 @@ class Reads(TorchDispatchMode):
         """Refuses a step that stores an argument and reads it in the next call: `buffers`, the
         graph's inputs, hold the next call's arguments by then.
         """
-        memory = set(map(storage_of, buffers))
+        memory = storages_of(buffers)
         for place in self.places:
-            if memory.intersection(map(storage_of, plain_tensors([place.found()]))):
+            if memory & storages_of([place.found()]):
                 raise CaptureError(
                     f"it stores an argument in {place.name}, and reads it in the next call",
                     expected="a copy in the program's own memory",
@@ -245,9 +250,8 @@ class Reads(TorchDispatchMode):
         for identity in self._written.keys() & self._memory.keys():
             storage = torch.UntypedStorage._new_with_weak_ptr(self._memory[identity].cdata)
             if storage is not None and storage.nbytes():
-                empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
-                content = empty.set_(storage, 0, (storage.nbytes(),), (1,))
-                yield self._written[identity], content
+                content = torch.empty(0, dtype=torch.uint8, device=storage.device)
+                yield self._written[identity], content.set_(storage, 0, (storage.nbytes(),), (1,))
 
     def writes(self, tensor: torch.Tensor) -> bool:
         """Returns whether an operation of the block wrote the tensor's storage."""
@@ -267,7 +271,7 @@ class Reads(TorchDispatchMode):
             for place, value in self._search()
             if isinstance(value, torch.Tensor)
             and not isinstance(value, nn.Parameter)
-            and all(storage_of(each) in self._made for each in plain_tensors([value]))
+            and storages_of([value]) <= self._made.keys()
         ]
         self._made.clear()
         own = list(self._pool.segments())
@@ -300,13 +304,11 @@ def _groups(leaves: Sequence[Any]) -> Iterator[dist.ProcessGroup]:
                 yield dist.ProcessGroup.unbox(leaf)
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
     """Yields the tensors that an operation writes. For c10d these are all its tensors, since the
     schemas of collectives do not declare writes.
     """
-    declared = func._schema.arguments
-    given = dict(zip([each.name for each in declared], args, strict=False)) | kwargs
-    for each in declared:
-        is_write = each.alias_info is not None and each.alias_info.is_write
+    for declared, given in zip_schema(func._schema, args, kwargs):
+        is_write = declared.alias_info is not None and declared.alias_info.is_write
         if is_write or func.namespace == "c10d":
-            yield from plain_tensors(tree_leaves(given.get(each.name)))
+            yield from plain_tensors(tree_leaves(given))

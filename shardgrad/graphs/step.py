@@ -11,6 +11,7 @@ Every call is one training step in each of them.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -26,10 +27,10 @@ from torch.utils._pytree import tree_map_only
 
 from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import CaptureError, CollectiveError, OptionError, listed
-from shardgrad.graphs.capturable import CaptureAgain, capturable, difference
+from shardgrad.graphs.capturable import CaptureAgain, capturable, difference, host_snapshot
 from shardgrad.graphs.captured import CapturedStep, Key
 from shardgrad.graphs.closed_over import changed_numbers
-from shardgrad.graphs.comparison import Comparison
+from shardgrad.graphs.comparison import frozen_values
 from shardgrad.graphs.eager_regions import handle_eager_calls, is_in_step
 from shardgrad.graphs.inputs import InputBuffers, Inputs, flatten_inputs
 from shardgrad.graphs.lifetime import has_graphs
@@ -228,8 +229,7 @@ class GraphedStep(Generic[_P, _R]):
         if self._with_news == _IN_A_ROW:
             self._warn(
                 f"runs eagerly and is not captured: in each of the last {_IN_A_ROW} calls, "
-                f"something that selects its graph was new. In the last call: {self._news}.",
-                depth=4,
+                f"something that selects its graph was new. In the last call: {self._news}."
             )
         if captured is None or self._news:
             return self._run_eagerly(inputs)
@@ -285,7 +285,7 @@ class GraphedStep(Generic[_P, _R]):
         self._note_border()
         self.eager_steps += 1
         if is_told:
-            self._warn(f"{self._without_graphs()}.", depth=5)
+            self._warn(f"{self._without_graphs()}.")
         self._seen.pop(self._before, None)
         self._seen[self._before] = redraws
         # Those that have a graph may be among them, so as many others are kept.
@@ -322,8 +322,10 @@ class GraphedStep(Generic[_P, _R]):
         )
 
     def _without_graphs(self) -> str:
-        why = f"runs eagerly on every call, because {self.pool.device.type} has no graphs. "
-        why += "The results are the same"
+        why = (
+            f"runs eagerly on every call, because {self.pool.device.type} has no graphs. The "
+            "results are the same"
+        )
         found = listed(list(dict.fromkeys(self._found)), separator="; ")
         return f"{why}. A graph could not repeat its work on the host: {found}" if found else why
 
@@ -361,7 +363,7 @@ class GraphedStep(Generic[_P, _R]):
         that differs depends on a value that was frozen, such as a number that Python has changed
         since the first capture.
         """
-        comparison = Comparison(self._capturables, self.pool.device, self._generators)
+        restore_host = host_snapshot(self._capturables, self.pool.device, self._generators)
         changed = list(changed_numbers(first.reads.numbers))
         self._graphs.remove(first)
         try:
@@ -376,15 +378,21 @@ class GraphedStep(Generic[_P, _R]):
             self.replays += 1
             again.buffers.load(inputs)
             written = chain(first.reads.written(), again.reads.written())
-            outputs, frozen = comparison.frozen(
-                first.replay, again.replay, written, again.reads.groups
+            outputs, frozen, restore = frozen_values(
+                first.replay,
+                again.replay,
+                self._capturables,
+                written,
+                again.reads.groups,
+                self.pool.device,
+                restore_host,
             )
             if frozen:
                 self._graphs.remove(again)
                 outputs = tree_map_only(torch.Tensor, torch.Tensor.clone, outputs)
                 again.reset()
                 if self._raises:
-                    comparison.restore()
+                    restore()
                 self._refuse(
                     CaptureError(
                         "it would be wrong as a graph: captured again in the next call, it "
@@ -400,7 +408,6 @@ class GraphedStep(Generic[_P, _R]):
             return outputs
         finally:
             first.reset()
-            del comparison  # frees its copies of the state, before the cache is emptied
             torch.get_device_module(self.pool.device).empty_cache()
 
     def _capture(self, inputs: Inputs, redraws: Redraws) -> CapturedStep:
@@ -462,7 +469,7 @@ class GraphedStep(Generic[_P, _R]):
         self._refused[self._before[0]] = what
         if not self._raises:
             place = f" [{where}]" if where else ""
-            self._warn(f"{what}{place}. It runs eagerly.{added}", depth=6)
+            self._warn(f"{what}{place}. It runs eagerly.{added}")
             return
         fix = cause.fix or "move the call that raises before or after the step"
         raise CaptureError(
@@ -474,8 +481,12 @@ class GraphedStep(Generic[_P, _R]):
             fix=f"{fix}; or on_uncapturable='eager'. Further calls run eagerly",
         ) from error
 
-    def _warn(self, what: str, *, depth: int) -> None:
-        warnings.warn(f"shardgrad: {self._name} {what}", UncapturableStepWarning, stacklevel=depth)
+    def _warn(self, what: str) -> None:
+        """Warns, with the line of the program that called the step."""
+        level = 2
+        while sys._getframe(level - 1).f_code.co_filename == __file__:
+            level += 1
+        warnings.warn(f"shardgrad: {self._name} {what}", UncapturableStepWarning, stacklevel=level)
 
     def _require_callable_here(self) -> None:
         if self._closed:

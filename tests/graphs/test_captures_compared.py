@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from shardgrad.graphs import Capturable
-from shardgrad.graphs.comparison import Comparison, _on_any_rank
+from shardgrad.graphs.capturable import nothing
+from shardgrad.graphs.comparison import _on_any_rank, frozen_values
 from tests.support.ranks import on_ranks
 
 
@@ -37,9 +38,16 @@ def run_of(weight: Weight, bits: str) -> tuple[Callable[[], None], list[str]]:
 def compared(first: str, second: str, groups: object = ()) -> tuple[list[str], int, torch.Tensor]:
     """Returns what was always different, how often the second ran, and the weight after it."""
     weight = Weight()
-    comparison = Comparison([weight], torch.device("cpu"), [])
     (one, _), (other, taken) = run_of(weight, first), run_of(weight, second)
-    _, found = comparison.frozen(one, other, [], groups)  # type: ignore[arg-type]
+    _, found, _ = frozen_values(
+        one,
+        other,
+        [weight],
+        [],
+        groups,
+        torch.device("cpu"),
+        nothing,  # type: ignore[arg-type]
+    )
     assert weight.value.tolist() == [int(taken[-1])] * 3  # from the same state, and no run besides
     return found, len(taken), weight.value
 
@@ -73,8 +81,7 @@ def test_all_ranks_repeat_what_differs_on_one() -> None:
 
 def differing(one: torch.Tensor, other: torch.Tensor) -> list[str]:
     """Returns what differs between two steps that return these."""
-    comparison = Comparison([], torch.device("cpu"), [])
-    return comparison.frozen(lambda: one, lambda: other, [], ())[1]
+    return frozen_values(lambda: one, lambda: other, [], [], (), torch.device("cpu"), nothing)[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.float64])
