@@ -29,6 +29,7 @@ from tests.support.parity import (
 )
 from tests.support.ranks import Ranks, on_ranks
 from tests.support.tensor_extensions import (
+    Blocked,
     Chunked,
     Half,
     Narrowed,
@@ -53,11 +54,12 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
         (Narrowed, (6, 8, 4), {"optimizer": "fused adamw"}),
         (Quantized, (6, 8, 4), {}),
         (Scaled, (6, 8, 4), {}),
+        (Blocked, (32, 4, 32), {}),
         (Chunked, (6, 8, 4), {}),
     ],
     ids=[
         *("bf16", "uneven_and_no_rows", "kept", "bf16_policy", "sync_last", "fused"),
-        *("int8_and_scales", "float8", "nf4"),
+        *("int8_and_scales", "float8", "mxfp8", "nf4"),
     ],
 )
 def test_extensions_train_bit_for_bit_like_under_fsdp2(

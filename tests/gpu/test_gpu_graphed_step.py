@@ -36,7 +36,7 @@ from tests.support.graphed import (
     same_bits_as_eager,
     step_of,
 )
-from tests.support.tensor_extensions import Narrowed, Scaled, extended
+from tests.support.tensor_extensions import Blocked, Narrowed, Scaled, extended
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 WIDTH = 64
@@ -112,14 +112,14 @@ def test_dropout_of_recomputed_layers_is_that_of_eager(
 
 
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["", "kept"])
-@pytest.mark.parametrize("kind", [Narrowed, Scaled])
+@pytest.mark.parametrize("kind", [Narrowed, Scaled, Blocked])
 @same_bits_as_eager
 def test_weights_with_all_gather_extensions_are_captured(
     graphed: Graphed, device: torch.device, kind: type[Narrowed], options: dict[str, Any]
 ) -> Values:
     """They send another dtype, and have scales of their own for each step, as torchao's float8
-    weights. On one rank the chunk is read where it is filled; a scale is read on another stream
-    than it is computed on.
+    weights or MXFP8. On one rank the chunk is read where it is filled; a scale is read on another
+    stream than it is computed on.
     """
     torch.manual_seed(0)
     model = on_one_gpu(extended(kind, WIDTH, 96, WIDTH), **options)

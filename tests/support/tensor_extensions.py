@@ -167,6 +167,31 @@ class Scaled(Quantized):
         return super().fsdp_post_all_gather((*outputs, metadata), None, param_dtype, **out)
 
 
+class Blocked(Quantized):
+    """Gathers float8 and a power of two for every 32 of them, as MXFP8 weights."""
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> Any:  # type: ignore[override]
+        blocks = self._data.view(-1, 32)
+        scales = (blocks.abs().amax(1) / 448).to(torch.float8_e8m0fnu)  # rounded to 2**n
+        numbers = (blocks / scales.float()[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+        packed = numbers.view_as(self._data).view(torch.uint8)
+        return (packed, scales.view(torch.uint8)), None
+
+    def fsdp_post_all_gather(
+        self, outputs: Any, metadata: Any, param_dtype: torch.dtype, **out: Any
+    ) -> Any:
+        numbers, scales = outputs
+        blocks = numbers.view(torch.float8_e4m3fn).to(param_dtype).view(-1, 32)
+        powers = scales.view(torch.float8_e8m0fnu).to(param_dtype)
+        whole = (blocks * powers[:, None]).view_as(numbers)
+        given = out.get("out")
+        if given is None:
+            return whole, (whole,)
+        with torch.no_grad(), _unsafe_preserve_version_counter(given):
+            given.copy_(whole)
+        return None
+
+
 class Half(Tensor):
     """Has one of the two methods only."""
 
