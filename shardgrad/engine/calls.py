@@ -60,7 +60,6 @@ def forward_around(module: nn.Module, unit: Unit, reader: nn.Module | None = Non
         is_cut_short = context is not None and context.backward_running
         gathers = is_cut_short or owner.state is not ParamState.UNSHARDED
         if gathers:  # no other call is open, or it would have unsharded
-            calls.clear()
             unit.copies.clear()
         calls.append(gathers)
         if not is_hooked:  # only now, since a call inside the unit's forward needs no hook

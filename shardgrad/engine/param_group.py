@@ -727,7 +727,7 @@ class ParamGroup:
         if dtype != self.dtype or self.shard.device != self.shard_memory.device:
             self._set_dtypes(dtype)
             for p in self.params:
-                p.unsharded = p.post_forward = None
+                p.unsharded = None
             self._allocate()
         elif any(_lies_elsewhere(*both) for both in zip(locals_, self.local_views(), strict=True)):
             self.shard = self.shard_memory.zeros(self.layout.chunk_numel, self.shard_dtype)

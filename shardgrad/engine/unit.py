@@ -506,6 +506,7 @@ class Unit:
 
     def refresh(self) -> None:
         """Takes over changes since the last iteration, before an outermost forward."""
+        self.waiting_modules.clear()  # a forward may have raised, or called one of several modules
         for group in self.groups:
             # A few comparisons in C per group, so a steady step pays little. Weights are rarely
             # loaded, replaced or moved, so `replaced_params` is imported only then.
@@ -527,7 +528,6 @@ class Unit:
         # A loss of an earlier forward may still run backward. A unit with several calls in it is
         # then reduced once per call.
         self.forget_calls()
-        self.waiting_modules.clear()
         self.reshard(drop_kept=True)
 
 
@@ -599,7 +599,6 @@ class RootContext(ReductionScheduler):
         self.gather_through: Callable[[Unit | None], None] | None = None
         self.is_asleep = False
         self.post_optim_event: torch.Event | None = None
-        self._written = comm_ctx.parameters_ready
         self.forward_root: Unit | None = None
         self._evaluated_last = False  # the last outermost forward ran without gradients
         self._order: list[Unit] = []
@@ -716,8 +715,9 @@ class RootContext(ReductionScheduler):
         """Makes later all-gathers wait for `event`, or for the current stream if it is None."""
         streams = self.comm_ctx.streams
         if event is None:
-            self._written.record(streams.current())
-        self.comm_ctx.parameters_ready = self._written if event is None else streams.event_of(event)
+            self.comm_ctx.parameters_ready.record(streams.current())
+        else:
+            streams.event_of(event).wait(streams.gather)
 
     def join_post_optim_event(self) -> None:
         """Makes the current stream wait for the event that the program has set, if it has."""
@@ -739,7 +739,6 @@ class RootContext(ReductionScheduler):
             # Roots that take turns, such as pipeline stages on one rank, need one set of staging
             # buffers and one order of collectives.
             self.comm_ctx = lead.for_another_root()
-            self._written = self.comm_ctx.parameters_ready
 
     def upcoming(self, unit: Unit) -> Sequence[Unit]:
         """Returns the units to prefetch while `unit` runs.
@@ -791,7 +790,6 @@ class RootContext(ReductionScheduler):
         if unit is self.root and not (self._order_frozen or is_kept):
             self._order_frozen = True
         for each in self.units:
-            each.waiting_modules.clear()
             for group in each.groups:
                 # A skipped branch has left them unsharded, or they were prefetched for a unit that
                 # did not run.

@@ -212,7 +212,8 @@ def test_a_failed_backward_drops_with_a_warning_what_it_has_begun_to_write(
         return layers
 
     model: Any = shard_each(shardgrad.fully_shard, made())
-    model.set_reduce_scatter_max_input_buffers(buffers)
+    model.set_reduce_scatter_max_input_buffers(1)
+    model[2].set_reduce_scatter_max_input_buffers(buffers)  # the most that a unit asks for
     set_sync(model, earlier_syncs)
     model(batch()).square().sum().backward()
     set_sync(model, True)

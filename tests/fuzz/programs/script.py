@@ -272,11 +272,11 @@ class Script(ABC):
         return {}
 
     def _refuse(self, param: Any) -> None:
-        raise ArithmeticError("a hook of the program refuses the gradient")
+        kind = ArithmeticError if param.ndim > 1 else LookupError
+        raise kind("a hook of the program refuses the gradient")
 
     def _halve(self, param: Any) -> None:
-        if (gradient := self._gradient(param)) is not None:
-            gradient.mul_(0.5)
+        self._gradient(param).mul_(0.5)
 
     # -- parameters
 
