@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import reprlib
-from collections import ChainMap, deque
+from collections import ChainMap, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -37,6 +37,7 @@ from shardgrad.graphs.program_line import is_of_the_program
 __all__ = ["Place", "address_of", "changed_numbers", "closed_over"]
 
 _MOST_PARTS = 1_000  # limit of attributes or elements followed in one object
+_MOST_WAYS = 4  # limit of ways on which the parts of one object are followed
 _MOST_OBJECTS = 20_000  # limit of objects visited in one search
 _NUMBERS = (bool, int, float, complex, str)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -56,7 +57,7 @@ class Place:
 
     Attributes:
         name: as the program writes it, such as "batch['targets']" or "self.mask".
-        root: the object at which the way starts: the function, an argument, or an `nn.Module`.
+        root: the object at which the way starts: the function, a module, or an argument.
         way: the attributes, keys and indices that lead from the root to the value.
     """
 
@@ -101,7 +102,8 @@ def closed_over(
     objects: Iterable[Any],
 ) -> Iterator[tuple[Place, Any]]:
     """Yields (place, value) for the tensors, numbers and strings that are reachable. The search is
-    breadth-first, so places with the shortest way come first. A tensor may have several places.
+    breadth-first, so places with the shortest way come first. A tensor may have several places: an
+    object that is found again may be replaced there alone, so its parts are followed again.
 
     Args:
         function: where the search starts.
@@ -111,9 +113,10 @@ def closed_over(
     """
     # Variables of a function are named as they are; attributes of another callable start with
     # "self".
-    waiting = deque([Place("self", function)])
-    waiting += [Place(type(each).__name__, each) for each in objects]
-    seen: dict[int, Any] = {}  # holds the objects too: bound methods are temporary, ids are reused
+    of_objects = (Place(type(each).__name__, each) for each in objects)
+    waiting = deque([Place("self", function), *of_objects])
+    # Holds the objects, since bound methods are temporary, and ids are reused.
+    seen = defaultdict[int, list[Any]](list)
     for _ in range(_MOST_OBJECTS):
         if not waiting:
             return
@@ -121,8 +124,8 @@ def closed_over(
         value = place.found()
         if isinstance(value, (torch.Tensor, *_NUMBERS)):
             yield place, value
-        elif id(value) not in seen and not isinstance(value, bytes | Optimizer):
-            seen[id(value)] = value
+        elif len(seen[id(value)]) < _MOST_WAYS and not isinstance(value, bytes | Optimizer):
+            seen[id(value)].append(value)
             for name, on in islice(_parts(value), _MOST_PARTS):
                 full = place.name + name if name.startswith((".", "[")) else name or place.name
                 waiting.append(Place(full, place.root, (*place.way, *on)))

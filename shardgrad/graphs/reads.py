@@ -117,13 +117,7 @@ class Reads(TorchDispatchMode):
         """Keeps compiled regions compiled. torch runs them eagerly under other dispatch modes."""
         return True
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))
         tensors = list(plain_tensors(leaves))

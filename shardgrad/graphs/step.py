@@ -267,7 +267,8 @@ class GraphedStep(Generic[_P, _R]):
 
     def _run_eagerly(self, inputs: Inputs) -> Any:
         def call_region(region: Callable[[], Any]) -> None:
-            self._note_border()
+            for each in self._capturables:
+                each.at_eager_border()
             region()
 
         # The program's own tensors where they are on the device, so that writes reach it, also
@@ -282,7 +283,8 @@ class GraphedStep(Generic[_P, _R]):
         watch = watched(self._function, self._modules, self._found) if is_told else nullcontext()
         with handle_eager_calls(call_region), redraws.active(), watch:
             outputs = detached(self._function(*args, **kwargs))
-        self._note_border()
+        for each in self._capturables:
+            each.at_eager_border()
         self.eager_steps += 1
         if is_told:
             self._warn(f"{self._without_graphs()}.")
@@ -292,10 +294,6 @@ class GraphedStep(Generic[_P, _R]):
         if len(self._seen) > 2 * self._max_graphs:
             del self._seen[next(iter(self._seen))]
         return used_on(outputs, self.pool.caller)
-
-    def _note_border(self) -> None:
-        for each in self._capturables:
-            each.at_eager_border()
 
     def _look_up(self, key: Hashable) -> CapturedStep | None:
         # A list, since hashing thousands of guards is slower than comparing them.
