@@ -382,7 +382,7 @@ def _install_hooks(unit: Unit, managed_modules: Sequence[nn.Module]) -> None:
     """
 
     def to_shards(*_: Any, **__: Any) -> None:
-        unit.reshard()
+        unit.show_sharded()  # a backward may still read the unsharded ones
 
     def to_own_shards(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         unit.reshard()

@@ -120,9 +120,9 @@ class PostForwardGroup(ParamGroup):
             smaller.register()
             self.state = ParamState.POST_FORWARD
 
-    def reshard(self, *, drop_kept: bool = False) -> None:
+    def show_sharded(self) -> None:
         """See `ParamGroup`."""
-        super().reshard(drop_kept=drop_kept)
+        super().show_sharded()
         if self._smaller is not None and self.state is ParamState.POST_FORWARD:
             self.state = ParamState.SHARDED
             if written := self._smaller.written():

@@ -86,13 +86,13 @@ def test_a_step_is_seen_by_a_forward_whose_shards_lay_over_two_of_four_ranks(
 @on_ranks(4)
 @as_unsharded
 def test_what_is_written_to_two_of_four_ranks_shards_stays(engine: Engine) -> Tensors:
-    """Changes weights by hand where an evaluation has left them, and trains on."""
+    """Changes weights by hand where a forward has left them, and trains on."""
     model = over_two(engine)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = {}
     for step in range(3):
+        model(engine.inputs(9, 5))
         with torch.no_grad():
-            model(engine.inputs(9, 5))
             model[0].weight.mul_(1.5)
             model[2].bias.add_(0.1)
         for part in range(2):
@@ -104,10 +104,23 @@ def test_what_is_written_to_two_of_four_ranks_shards_stays(engine: Engine) -> Te
 
 
 @on_ranks(4)
+@as_unsharded
+def test_clipping_finds_the_gradients_after_an_evaluation_over_two_of_four_ranks(
+    engine: Engine,
+) -> Tensors:
+    model = over_two(engine)
+    engine.loss(model, 0, 5).backward()
+    with torch.no_grad():
+        model(engine.inputs(9, 5))
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    return engine.snapshot(model)
+
+
+@on_ranks(4)
 def test_what_is_written_to_two_of_four_ranks_shards_and_dropped_is_told() -> None:
     model = over_two(GATHERED)
+    model(torch.ones(2, 5))
     with torch.no_grad():
-        model(torch.ones(2, 5))
         model[0].weight.mul_(1.5)
     with pytest.warns(LostWorkWarning, match=r"weight was written while unsharded"):
         model[0].reshard()
