@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import Optimizer
 
-from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param_group import ParamGroup, managed_by
 from shardgrad.errors import GradientError, listed
@@ -35,7 +34,7 @@ def refuse_unreduced(optimizer: Optimizer, groups: Iterable[ParamGroup]) -> None
     Raises:
         GradientError: the gradients of all groups of the step are unreduced.
     """
-    waiting = [grads for grads in map(grads_of, groups) if grads.params]
+    waiting = [grads for grads in (group.grads for group in groups) if grads.params]
     unreduced = [p for grads in waiting if grads.summed for p in grads.params]
     if unreduced and all(grads.is_due for grads in waiting):
         raise GradientError(

@@ -38,7 +38,6 @@ from torch.optim.optimizer import (
 from shardgrad.checks.lost_work import refuse_replaced_data, refuse_unreduced, require_own_state
 from shardgrad.checks.unowned_params import warn_of_unowned
 from shardgrad.checks.untrained_params import check_first_step, concerns_unit, params_of
-from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.param_group import FSDPParam, ParamGroup, managed_by
 from shardgrad.engine.streams import is_capturing
 from shardgrad.engine.tracing import outside_graphs
@@ -101,8 +100,8 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for group in groups:
             group.cancel_unshard()
             group.take_writes()
-            grads_of(group).join()
-            shard = grads_of(group).shard
+            group.grads.join()
+            shard = group.grads.shard
             if shard is not None:
                 refuse_replaced_data(shard)
                 shard.look(is_captured=is_captured)

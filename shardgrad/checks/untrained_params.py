@@ -19,7 +19,6 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from shardgrad.checks.lost_work import refuse_hooks
-from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.param_group import (
     FSDPParam,
     fsdp_param_of,
@@ -160,7 +159,7 @@ def _is_skipped(optimizer: Optimizer) -> bool:
     verdicts = {getattr(optimizer, "found_inf", None)}
     for param in params_of(optimizer):
         managed = managed_by(param)
-        if managed is not None and (shard := grads_of(managed.group).shard):
+        if managed is not None and (shard := managed.group.grads.shard):
             verdicts.update(shard.verdicts([managed.sharded]))
     return any(verdicts)
 

@@ -40,8 +40,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
-from itertools import repeat
-from operator import is_not, or_
+from operator import or_
 from typing import NoReturn, Protocol
 from weakref import WeakValueDictionary
 
@@ -64,25 +63,14 @@ __all__ = [
     "GradState",
     "ReductionScheduler",
     "ReductionSettings",
-    "grads_of",
 ]
-
-# By the id of the ParamGroup, which the GradGroup keeps alive.
-_of: WeakValueDictionary[int, GradGroup] = WeakValueDictionary()
 
 # Tails of chunks, which similar groups share.
 _tails: WeakValueDictionary[object, torch.Tensor] = WeakValueDictionary()
 
 
-def grads_of(group: ParamGroup) -> GradGroup:
-    """Returns the GradGroup of a parameter group."""
-    return _of[id(group)]
-
-
 class GradState(Enum):
     """How far the running backward has come with a group's gradients."""
-
-    __hash__ = object.__hash__  # as Enum's, without a call of Python's for each transition
 
     IDLE = auto()  # no backward involves them: bound gradients are final
     COLLECTING = auto()  # they arrive from autograd: half written
@@ -93,27 +81,6 @@ class GradState(Enum):
 
 IDLE, COLLECTING, READY, SENT = GradState
 
-
-class _Transitions(dict[tuple[GradState, GradState], GradState]):
-    """The next state, by the present one and the next one. Any other pair raises."""
-
-    def __missing__(self, pair: tuple[GradState, GradState]) -> GradState:
-        raise RuntimeError(f"invalid transition of a group's gradients: {pair[0]} to {pair[1]}")
-
-
-# Only `ReductionScheduler` makes transitions. The end of a backward leads from any state to IDLE.
-_NEXT = _Transitions(
-    {
-        (IDLE, COLLECTING): COLLECTING,
-        (IDLE, READY): READY,  # under `participate`, for a group of which this rank ran no forward
-        (IDLE, SENT): SENT,  # gradients that the program has written, or that waited
-        (COLLECTING, READY): READY,
-        (COLLECTING, SENT): SENT,  # at the end of backward, after which no more gradients come
-        (READY, SENT): SENT,
-        (SENT, COLLECTING): COLLECTING,  # another call of the unit
-        (SENT, SENT): SENT,  # gradients that the program wrote after the reduction
-    }
-)
 
 _HOOKED = "_shardgrad_hooked"
 # Whether the backward on this thread was called with `retain_graph=True`.
@@ -139,7 +106,7 @@ class ReductionSettings:
 
 
 class GradGroup:
-    """Collects one group's gradients and reduces them into its gradient shard; see `grads_of`.
+    """Collects one group's gradients and reduces them into its gradient shard.
 
     Attributes:
         settings: those of the unit.
@@ -157,8 +124,7 @@ class GradGroup:
         waits_for_unit: the unit's post-backward tells when no more gradients come.
         is_due: an earlier backward was not synchronized. If this rank has no sums, others may.
         scheduler: of the root; None before the root is known.
-        gradients: per parameter, the gradient that has arrived, or None.
-        count: how many of `gradients` have arrived.
+        gradients: those that have arrived.
         sums: unsharded gradients of backwards without synchronization, side by side; 1-D.
         summed: per parameter, whether the waiting sums include a gradient of it; () if none wait.
         partial: reduce-scattered gradients that wait for the second step.
@@ -186,7 +152,7 @@ class GradGroup:
         self.read_on: dict[Stream, None] = {}
         self._foreign: dict[Stream, StreamEvent] = {}
         self._place([])
-        _of[id(group)] = self
+        group.grads = self
 
     # -- trainable parameters
 
@@ -271,7 +237,7 @@ class GradGroup:
     def hook(self) -> None:
         """Installs the hooks that collect the gradients of trainable parameters."""
         self.hooked = self.group.trainable
-        self._index = {id(p.unsharded): i for i, p in enumerate(self.params)}
+        self._index = {id(p.unsharded): p for p in self.params}
         self.unsharded = [p.unsharded for p in self.params if p.unsharded is not None]
         # Hooks on parameters, not on the module, collect a gradient whichever path the loss took.
         # Autograd runs them on the stream of the AccumulateGrad node (pytorch#140044,
@@ -344,7 +310,7 @@ class GradGroup:
 
     def touched(self) -> tuple[bool, ...]:
         """Returns, per parameter, whether a gradient has arrived or is in the sums."""
-        here = map(is_not, self.gradients, repeat(None))
+        here = map(self.gradients.__contains__, self.params)
         return tuple(map(or_, self.summed, here) if self.summed else here)
 
     def take(
@@ -374,30 +340,28 @@ class GradGroup:
         unsharded.grad = None
         if grad.requires_grad:  # `create_graph=True`: the graph ends at the reduction
             grad = grad.detach()
-        index = self._index[id(unsharded)]
-        if not (is_written or self.params[index].sharded.requires_grad):
+        p = self._index[id(unsharded)]
+        if not (is_written or p.sharded.requires_grad):
             return False  # frozen since the forward
         if grad.layout is not torch.strided:
             raise GradientError(
                 "a gradient of a sharded parameter cannot be used",
                 expected="a dense gradient",
                 got=f"layout {grad.layout}, shape {tuple(grad.shape)}",
-                where=f"parameter {self.params[index].name}",
+                where=f"parameter {p.name}",
                 fix="sparse=False in the embedding, or exclude it by fully_shard(..., "
                 "ignored_params=...)",
             )
         stream = streams.current()
-        earlier = self.gradients[index]
-        if earlier is None:
-            self.count += 1
-        else:
+        earlier = self.gradients.get(p)
+        if earlier is not None:
             # Reentrant checkpointing repeats the parameter's node. The earlier gradient may have
             # come on the pack stream, which records no event of its own.
             self.wait_for_producers(stream)
             streams.order(self.pack_stream, stream)
             keep_for_current_stream(earlier)
             grad = earlier + grad
-        self.gradients[index] = grad
+        self.gradients[p] = grad
         if stream == self.pack_stream:
             self.read_on[stream] = None
         else:  # [Note: Producer streams]
@@ -405,7 +369,7 @@ class GradGroup:
             if event is None:
                 event = self._foreign[stream] = streams.event()
             event.record(stream)
-        return self.count == len(self.gradients)
+        return len(self.gradients) == len(self.params)
 
     def wait_for_producers(self, stream: Stream) -> None:
         """Makes `stream` wait for all gradients that did not arrive on the pack stream."""
@@ -435,9 +399,8 @@ class GradGroup:
 
     def _drop_collected(self) -> None:
         """Drops all collected gradients."""
-        self.gradients: list[torch.Tensor | None] = [None] * len(self.params)
+        self.gradients: dict[FSDPParam, torch.Tensor] = {}
         self._foreign.clear()
-        self.count = 0
 
     def collect_written(self, streams: Streams) -> None:
         """Collects gradients that the program has set itself, for which no hook runs.
@@ -511,7 +474,7 @@ class GradGroup:
         """
         stream, layout, tail = self.pack_stream, self.layout, self._tail(touched)
         used = self._sums_used if self.summed else None
-        if used is not None and self.count:
+        if used is not None and self.gradients:
             self.add_up(streams)
         self.wait_for_producers(stream)
         sent_alone = []
@@ -557,13 +520,14 @@ class GradGroup:
         is none.
         """
         found = []
-        for i, grad in enumerate(self.gradients):
+        for p in self.params:
+            grad = self.gradients.get(p)
             if grad is None:
                 # `ops.pack` writes zeros for it: other ranks may have a gradient to add.
                 found.append(self._nothing)
                 continue
             if type(grad) is not torch.Tensor:  # of a parameter that came as a DTensor
-                grad = self.params[i].sharding.local_gradient(grad)
+                grad = p.sharding.local_gradient(grad)
             found.append(grad.contiguous())
         return found
 
@@ -602,7 +566,7 @@ class GradGroup:
         second steps if there is one. If nothing is sent, only the pack stream is used.
         """
         streams, group = comm_ctx.streams, self.group
-        if self.count == 0:
+        if not self.gradients:
             # Without gradients, nothing orders the forward's pack stream before this backward.
             self.pack_stream = streams.current()
         # Each step calls this for each group, so keep the route until an argument changes.
@@ -793,7 +757,7 @@ class ReductionScheduler:
         is_again = grads.state is SENT and self.enrolment is None
         if grads.params and (grads.state is IDLE or is_again):
             grads.waits_for_unit = True
-            grads.state = _NEXT[grads.state, COLLECTING]
+            grads.state = COLLECTING
             self._queue.append(grads)
 
     def begin_backward(self, *, in_autograd: bool) -> None:
@@ -831,7 +795,7 @@ class ReductionScheduler:
         self._queue = []
         for grads in self.entered:
             if grads.params:
-                grads.state = _NEXT[grads.state, COLLECTING]
+                grads.state = COLLECTING
                 self._queue.append(grads)
         self.entered.clear()
         if self.enrolment is not None:
@@ -839,7 +803,7 @@ class ReductionScheduler:
             self._queue = self.enrolment.begin()
             for grads in self._queue:
                 if grads.state is IDLE:  # this rank has run no forward of it
-                    grads.state = _NEXT[grads.state, READY]
+                    grads.state = READY
 
     def close(self, grads: GradGroup) -> None:
         """Marks a group as complete, and reduces the complete groups at the head of the queue.
@@ -850,7 +814,7 @@ class ReductionScheduler:
         if self.enrolment is not None and not self.enrolment.is_complete(grads):
             return
         if grads.state is COLLECTING:
-            grads.state = _NEXT[grads.state, READY]
+            grads.state = READY
         # Complete groups behind the head wait: the sequence of collectives must not depend on the
         # data.
         while len(self._queue) > 1 and self._queue[-1].state is READY:
@@ -875,9 +839,9 @@ class ReductionScheduler:
         else:
             # Even without a gradient on this rank: others may have one.
             grads.is_due = True
-            if grads.count:
+            if grads.gradients:
                 grads.add_up(self.comm_ctx.streams)
-        grads.state = _NEXT[grads.state, SENT]
+        grads.state = SENT
 
     def drain(self, *, wait: bool) -> None:
         """Ends a backward: reduces the remaining groups under the root, in construction order.
@@ -896,7 +860,7 @@ class ReductionScheduler:
             # left some.
             waits = grads.is_due or (grads.partial.is_live and not grads.is_reduced)
             grads.collect_written(self.comm_ctx.streams)
-            if grads.count or waits:
+            if grads.gradients or waits:
                 if self.enrolment is not None:
                     self.enrolment.refuse_late(grads)
                 self._reduce(grads)

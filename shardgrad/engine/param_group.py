@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import chain
 from operator import attrgetter, is_
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -505,10 +505,12 @@ class ParamGroup:
         keeps_memory: a reshard does not free it.
         mesh_after_forward: see `GroupSpec`; None to reshard fully.
         alignment: elements; offsets in chunks are multiples of it.
+        grads: the GradGroup, of a higher floor, that reduces its gradients.
     """
 
     is_flat = True
     kind = "group"
+    grads: Any
 
     def __init__(self, params: Sequence[FSDPParam], spec: GroupSpec) -> None:
         self.spec = spec

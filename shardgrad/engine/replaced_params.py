@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.param_group import (
     SHARDED,
     FSDPParam,
@@ -61,7 +60,7 @@ def adopt(group: ParamGroup) -> None:
     # Make all checks before copying the first value.
     _validate(shown, group)
     group.refill(shown, local_of(shown[0]).dtype)
-    grads_of(group).params_replaced()
+    group.grads.params_replaced()
 
 
 def adopt_given(params: Iterable[torch.Tensor]) -> None:

@@ -466,7 +466,7 @@ class Unit:
             is_over = self.outstanding == 0 and (self.open == 0 or self.has_unwatched)
             if is_over and context.backward_running:
                 for grads in self.grad_groups:
-                    if self.has_unwatched and grads.count < len(grads.params):
+                    if self.has_unwatched and len(grads.gradients) < len(grads.params):
                         # The backward of another call is still to come, and only the last gradient
                         # will tell its end.
                         grads.waits_for_unit = False
@@ -490,7 +490,7 @@ class Unit:
                 grads.hook()
             # Gradients that arrived on the former pack stream have recorded no event, so keep that
             # stream.
-            if grads.count == 0:
+            if not grads.gradients:
                 grads.pack_stream = stream
 
     def reshard(self, *, drop_kept: bool = False) -> None:

@@ -143,7 +143,7 @@ class _Enrolment:
                 "reentrant checkpoint contains modules that the same forward also runs outside of "
                 "it",
                 expected="one reduction, since other ranks do not join a second one",
-                got=f"{grads.count} late gradients",
+                got=f"{len(grads.gradients)} late gradients",
                 where=f"rank {dist.get_rank()}",
                 fix="checkpoint(..., use_reentrant=False)",
             )

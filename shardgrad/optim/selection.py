@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param_group import FSDPParam, ParamGroup, fsdp_param_of
 from shardgrad.engine.streams import is_capturing
@@ -69,12 +68,12 @@ def gradients_of(group: ParamGroup, params: Iterable[torch.Tensor]) -> GradShard
 
     A frozen parameter to which the program assigned a gradient gets a place in the shard.
     """
-    grads, attribute = grads_of(group), group.gradient_policy.attribute
+    grads, attribute = group.grads, group.gradient_policy.attribute
     grads.join()
     written = [param for param in params if getattr(param, attribute, None) is not None]
     if (grads.shard is None or not grads.shard.has_memory) and not written:
         return None
-    shard = grads.require_shard()
+    shard: GradShard = grads.require_shard()
     if shard.count < len(group.params) and any(shard.place_of(param) is None for param in written):
         grads.refresh_trainable()
         shard = grads.require_shard()

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 
 import shardgrad
-from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.unit import units_under
 from shardgrad.features import zero_stage_auto
@@ -73,7 +72,7 @@ def traffic_of(stage: int | str, **options: Any) -> tuple[int, int, int]:
         step_once(model, optim, 2, 2)
     groups = groups_of(model)
     shards = sum(group.layout.chunk_numel for group in groups) * 4
-    gradients = sum(grads_of(group).layout.chunk_numel for group in groups) * 4
+    gradients = sum(group.grads.layout.chunk_numel for group in groups) * 4
     return sent["nbytes"], shards, gradients
 
 
@@ -138,9 +137,7 @@ def test_a_stage_keeps_what_the_docs_say(stage: int) -> None:
     model.set_is_last_backward(False)
     token_loss(model, SHARDGRAD.tokens(0)).backward()
     params = sum(group.unsharded_memory.flat.untyped_storage().nbytes() for group in groups)
-    gradients = sum(
-        tensor.nbytes for group in groups for tensor in grads_of(group).buffers().values()
-    )
+    gradients = sum(tensor.nbytes for group in groups for tensor in group.grads.buffers().values())
     model.set_is_last_backward(True)
     token_loss(model, SHARDGRAD.tokens(1)).backward()
     assert params == (whole if stage < 3 else 0)

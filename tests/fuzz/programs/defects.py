@@ -67,7 +67,7 @@ def _frozen_after_forward_is_trained() -> Iterator[Patch]:
     take = GradGroup.take
 
     def take_any(self: GradGroup, unsharded: torch.Tensor, *args: Any, **options: Any) -> bool:
-        sharded = self.params[self._index[id(unsharded)]].sharded
+        sharded = self._index[id(unsharded)].sharded
         trains = sharded.requires_grad
         sharded.requires_grad_(True)
         try:
