@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
 from types import new_class
 from typing import Any, ClassVar, Generic, Literal, NoReturn, TypeVar, cast
 
@@ -293,7 +294,8 @@ class FSDPModule:
         Raises:
             OptionError: zero or negative.
         """
-        if not factor > 0:
+        value: Any = factor
+        if not isinstance(value, Real | torch.Tensor) or not factor > 0:
             raise OptionError(
                 "the gradient divide factor must be positive",
                 expected="a number above 0",

@@ -21,7 +21,7 @@ def root_of(model: nn.Module, call: str) -> RootContext:
     Raises:
         RootError: `model` is not the root.
     """
-    unit = unit_of(model)
+    unit = unit_of(model) if isinstance(model, nn.Module) else None
     if unit is None or (unit.context is not None and not unit.is_root):
         raise RootError(
             f"{call}() must be called with the root",

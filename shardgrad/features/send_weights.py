@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardgrad.errors import CollectiveError, OptionError
+from shardgrad.errors import CollectiveError, OptionError, OptionTypeError
 from shardgrad.features.export_table import ExportedParameter, export_table
 
 __all__ = ["Cut", "Message", "WeightPlan", "plan_weights", "receive_weights", "send_weights"]
@@ -120,7 +120,15 @@ def plan_weights(
 
     Raises:
         OptionError: a parameter is unknown or cannot be cut like this, or a rank occurs twice.
+        OptionTypeError: `dtype` is not a dtype.
     """
+    if not isinstance(dtype, torch.dtype | None):
+        raise OptionTypeError(
+            "plan_weights needs a dtype",
+            expected="a torch.dtype, or None for that of the trainer's memory",
+            got=repr(dtype),
+            fix="plan_weights(..., dtype=torch.bfloat16)",
+        )
     trainers = {
         rank for row in table.values() for having in row.holders.values() for rank in having
     }

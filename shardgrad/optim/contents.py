@@ -47,7 +47,9 @@ class Contents:
 
 def _values(state: Mapping[Any, dict[str, Any]]) -> Iterator[Any]:
     """Yields the values of a state, and `_END`, so that states of different length differ."""
-    return chain(chain.from_iterable(map(dict.values, state.values())), _END)
+    # torch allows entries of the program's own, which are no parameter's.
+    entries = [entry for entry in state.values() if isinstance(entry, dict)]
+    return chain(chain.from_iterable(map(dict.values, entries)), _END)
 
 
 def _same(left: Sequence[Any], right: Sequence[Any]) -> bool:

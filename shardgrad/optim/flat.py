@@ -382,9 +382,10 @@ class FlatOptimizer(Optimizer):
             if replaced is not None:
                 state_dict = replaced
         for index, pieces in state_dict.get("state", {}).items():
-            require_own_shards(
-                (f"{key} of parameter {index}", value) for key, value in pieces.items()
-            )
+            if isinstance(pieces, dict):  # and no entry of the program's own
+                require_own_shards(
+                    (f"{key} of parameter {index}", value) for key, value in pieces.items()
+                )
         self._follow_program()
         for segment in self._segments:
             if not segment.is_allocated:

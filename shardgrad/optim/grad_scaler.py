@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -62,8 +63,10 @@ class GradScaler:
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
+        settings = init_scale, growth_factor, backoff_factor, growth_interval
         if not (
-            growth_factor > 1.0
+            all(isinstance(each, Real) for each in settings)
+            and growth_factor > 1.0
             and 0.0 < backoff_factor < 1.0
             and init_scale > 0
             and growth_interval > 0
@@ -72,7 +75,7 @@ class GradScaler:
                 "a setting of the loss scaler is outside its range",
                 expected="init_scale > 0, growth_factor > 1, 0 < backoff_factor < 1, "
                 "growth_interval > 0",
-                got=f"{init_scale!r}, {growth_factor!r}, {backoff_factor!r}, {growth_interval!r}",
+                got=repr(settings),
                 fix="shardgrad.GradScaler()",
             )
         self._growth_factor = growth_factor

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, chain, count
 from numbers import Real
@@ -26,9 +27,13 @@ __all__ = ["Hyper", "OptimGroup", "at_least_zero", "fraction", "fractions"]
 
 def at_least_zero(value: Any) -> Sequence[float]:
     """Returns a finite number >= 0 as the kernel wants it; raises ValueError for any other."""
-    if not isinstance(value, Real) or not 0 <= float(value) < math.inf:
+    number = math.nan
+    if isinstance(value, Real):
+        with suppress(OverflowError):  # a large integer is a number, but no float
+            number = float(value)
+    if not 0 <= number < math.inf:
         raise ValueError("a finite number that is not negative")
-    return (float(value),)
+    return (number,)
 
 
 def fraction(value: Any) -> Sequence[float]:

@@ -252,3 +252,5 @@ def test_a_divide_factor_is_for_one_unit_from_when_it_is_set(replicas: int) -> N
         if name.endswith(".grad"):
             share = dist.get_world_size() / 8 if name.startswith("layers.1.") else 1.0
             torch.testing.assert_close(divided[name], grad * share, rtol=1e-12, atol=0)
+    with pytest.raises(shardgrad.errors.OptionError, match="'8'"):
+        model.set_gradient_divide_factor("8")

@@ -16,7 +16,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 import shardgrad
-from shardgrad.errors import MetaParameterError, RootError, UnsupportedParameterError
+from shardgrad.errors import (
+    MetaParameterError,
+    OptionTypeError,
+    RootError,
+    UnsupportedParameterError,
+)
 from tests.support.parity import SHARDGRAD, hsdp_mesh, stack, token_loss, tower
 from tests.support.ranks import on_ranks
 from tests.support.tensor_extensions import Narrowed, extended
@@ -143,6 +148,10 @@ def test_what_has_no_rows_in_memory_is_refused() -> None:
     model = SHARDGRAD.fully_shard(stack(4, 4, 4))
     with pytest.raises(RootError, match=r"(?s)must be called with the root.*Linear"):
         shardgrad.export_table(model[0])
+    with pytest.raises(RootError, match=r"(?s)must be called with the root.*int"):
+        shardgrad.export_table(3)  # type: ignore[arg-type]
+    with pytest.raises(OptionTypeError, match="'bf16'"):
+        shardgrad.plan_weights({}, {}, [1], dtype="bf16")  # type: ignore[arg-type]
     with torch.device("meta"):
         model = stack(4, 4)
     SHARDGRAD.fully_shard(model)

@@ -100,6 +100,7 @@ EDITS: dict[str, Edit] = {
     "replaces the parameters of a group": replaces_the_parameters_of_a_group,
     "moves a parameter to another group": moves_a_parameter_to_another_group,
     "replaces a group": replaces_a_group,
+    "adds an entry of its own": lambda m, optim: optim.state.update({"seen": 3}),
 }
 
 

@@ -68,6 +68,7 @@ BAD = [
     ({"lr": math.nan}, "lr"),
     ({"lr": math.inf}, "lr"),
     ({"lr": "fast"}, "lr"),
+    ({"lr": 10**400}, "lr"),  # a number, and no float
     ({"lr": torch.ones(2)}, "lr"),
     ({"lr": torch.tensor(-1.0)}, "lr"),
     ({"lr": torch.tensor([math.nan])}, "lr"),
@@ -87,7 +88,7 @@ def test_bad_options_are_refused_at_construction(options: dict[str, Any], says: 
         AdamW(stack(2, 2).parameters(), **options)
 
 
-@pytest.mark.parametrize(("options", "says"), BAD[:11])
+@pytest.mark.parametrize(("options", "says"), BAD[:12])
 def test_bad_values_are_refused_at_assignment_and_nothing_changes(
     options: dict[str, Any], says: str
 ) -> None:
