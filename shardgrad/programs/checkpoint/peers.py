@@ -30,11 +30,22 @@ class Peers:
     Args:
         group: a process group; None is the default group, or this process alone.
         where: the checkpoint, which errors name that name nothing in it.
+
+    Raises:
+        CheckpointError: this rank is not in the group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, where: Path | str = "") -> None:
         self._torch = _DistWrapper(group, dist.is_initialized(), 0)
         self.rank = self._torch.get_rank()
+        if self.rank < 0:
+            raise CheckpointError(
+                "this rank is not in the checkpoint's process group",
+                expected="calls on the ranks of the group only",
+                got=f"a call on rank {dist.get_rank()}",
+                where=printable(where),
+                fix="if dist.get_rank(group) >= 0: save(..., group=group)",
+            )
         self.count = self._torch.get_world_size()
         self._where, self._whose = printable(where), ""
         self._cause: Exception | None = None  # of this rank's last failure
