@@ -72,6 +72,8 @@ _tails: WeakValueDictionary[object, torch.Tensor] = WeakValueDictionary()
 class GradState(Enum):
     """How far the running backward has come with a group's gradients."""
 
+    __hash__ = object.__hash__  # as Enum's, without a call of Python's for each transition
+
     IDLE = auto()  # no backward involves them: bound gradients are final
     COLLECTING = auto()  # they arrive from autograd: half written
     READY = auto()  # complete: waiting for the group's turn
@@ -81,6 +83,27 @@ class GradState(Enum):
 
 IDLE, COLLECTING, READY, SENT = GradState
 
+
+class _Transitions(dict[tuple[GradState, GradState], GradState]):
+    """The next state, by the present one and the next one. Any other pair raises."""
+
+    def __missing__(self, pair: tuple[GradState, GradState]) -> GradState:
+        raise RuntimeError(f"invalid transition of a group's gradients: {pair[0]} to {pair[1]}")
+
+
+# Only `ReductionScheduler` makes transitions. The end of a backward leads from any state to IDLE.
+_NEXT = _Transitions(
+    {
+        (IDLE, COLLECTING): COLLECTING,
+        (IDLE, READY): READY,  # under `participate`, for a group of which this rank ran no forward
+        (IDLE, SENT): SENT,  # gradients that the program has written, or that waited
+        (COLLECTING, READY): READY,
+        (COLLECTING, SENT): SENT,  # at the end of backward, after which no more gradients come
+        (READY, SENT): SENT,
+        (SENT, COLLECTING): COLLECTING,  # another call of the unit
+        (SENT, SENT): SENT,  # gradients that the program wrote after the reduction
+    }
+)
 
 _HOOKED = "_shardgrad_hooked"
 # Whether the backward on this thread was called with `retain_graph=True`.
@@ -757,7 +780,7 @@ class ReductionScheduler:
         is_again = grads.state is SENT and self.enrolment is None
         if grads.params and (grads.state is IDLE or is_again):
             grads.waits_for_unit = True
-            grads.state = COLLECTING
+            grads.state = _NEXT[grads.state, COLLECTING]
             self._queue.append(grads)
 
     def begin_backward(self, *, in_autograd: bool) -> None:
@@ -795,7 +818,7 @@ class ReductionScheduler:
         self._queue = []
         for grads in self.entered:
             if grads.params:
-                grads.state = COLLECTING
+                grads.state = _NEXT[grads.state, COLLECTING]
                 self._queue.append(grads)
         self.entered.clear()
         if self.enrolment is not None:
@@ -803,7 +826,7 @@ class ReductionScheduler:
             self._queue = self.enrolment.begin()
             for grads in self._queue:
                 if grads.state is IDLE:  # this rank has run no forward of it
-                    grads.state = READY
+                    grads.state = _NEXT[grads.state, READY]
 
     def close(self, grads: GradGroup) -> None:
         """Marks a group as complete, and reduces the complete groups at the head of the queue.
@@ -814,7 +837,7 @@ class ReductionScheduler:
         if self.enrolment is not None and not self.enrolment.is_complete(grads):
             return
         if grads.state is COLLECTING:
-            grads.state = READY
+            grads.state = _NEXT[grads.state, READY]
         # Complete groups behind the head wait: the sequence of collectives must not depend on the
         # data.
         while len(self._queue) > 1 and self._queue[-1].state is READY:
@@ -841,7 +864,7 @@ class ReductionScheduler:
             grads.is_due = True
             if grads.gradients:
                 grads.add_up(self.comm_ctx.streams)
-        grads.state = SENT
+        grads.state = _NEXT[grads.state, SENT]
 
     def drain(self, *, wait: bool) -> None:
         """Ends a backward: reduces the remaining groups under the root, in construction order.

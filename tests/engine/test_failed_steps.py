@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardgrad import version
+from shardgrad.engine.grad_group import GradState
+from shardgrad.engine.unit import unit_of
 from shardgrad.errors import DesyncError, RankDisagreementError
 from tests.support.parity import (
     SHARDGRAD,
@@ -189,3 +191,12 @@ def test_ranks_that_run_another_version_are_all_told_so(two_ranks: Ranks) -> Non
         assert f"where:    rank {rank}" in text, text
         assert re.search(r"rank 1: shardgrad \S+, digest of sources 0123456789ab\n", text), text
         assert "with the same version of shardgrad" in text, text
+
+
+@on_ranks(2)
+def test_gradients_that_a_backward_has_left_half_way_stop_the_next_one() -> None:
+    model = SHARDGRAD.shard_tower(tower())
+    loss = token_loss(model, SHARDGRAD.tokens(0))
+    unit_of(model.layers[0]).grad_groups[0].state = GradState.READY
+    with pytest.raises(RuntimeError, match=r"invalid transition .*READY to GradState\.COLLECTING"):
+        loss.backward()
