@@ -358,6 +358,11 @@ class Unit:
         call = _Call(before)
         for tensor in outputs:
             tensor.register_hook(functools.partial(self.pre_backward, call))
+            # It runs before hooks that the program's forward has registered, which may use the
+            # parameters. Autograd calls them in the order of the dictionary.
+            hooks = tensor._backward_hooks or {}
+            for earlier in list(hooks)[:-1]:
+                hooks[earlier] = hooks.pop(earlier)
             # An in-place change of a view drops its hook, but not the hook of its base.
             if tensor._base is not None and tensor._base.requires_grad:
                 tensor._base.register_hook(functools.partial(self._pre_backward_of_base, call))

@@ -38,10 +38,18 @@ class Unseen:
         self.values = values
 
 
-GIVE: dict[str, Callable[[Tensor], object]] = {
+def hooked(layer: Layer) -> Tensor:
+    """Returns a tensor with a hook that reads the layer's weight in backward."""
+    layer.values = layer.values.clone()
+    layer.values.register_hook(lambda grad: grad * layer.linear.weight.mean())
+    return layer.values
+
+
+GIVE: dict[str, Callable[[Layer], object]] = {
     "nothing": lambda _: None,
-    "an object": Unseen,
-    "a view that is changed in place": lambda values: values,
+    "an object": lambda layer: Unseen(layer.values),
+    "a view that is changed in place": lambda layer: layer.values,
+    "a tensor with a hook": hooked,
 }
 
 
@@ -57,7 +65,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> object:
         self.values = (self.linear(x)[None] * self.linear.weight.square().mean()).squeeze(0)
-        return self.give(self.values)
+        return self.give(self)
 
 
 class Layers(nn.Module):

@@ -153,8 +153,9 @@ class Sharded(Script):
             self.shown.append(f"{when} of {name}: {', '.join(whole)}")
 
         note("forward")
-        if output.requires_grad:
-            output.register_hook(partial(note, "backward"))
+        # Not a hook of the output: here, not under FSDP2, a root's parameters are whole in those.
+        if output.grad_fn:
+            output.grad_fn.register_prehook(partial(note, "backward"))
 
     # -- what differs from plain torch
 
