@@ -113,6 +113,7 @@ class _HostPages:
         if self._file is not None:
             self._file.seek(0)
             self._file.readinto(self._map)
+            self._file.close()
             self._file = None
 
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from shardgrad.engine.grad_shard import GradShard
-from shardgrad.engine.param_group import FSDPParam, ParamGroup, fsdp_param_of
+from shardgrad.engine.param_group import FSDPParam, ParamGroup, fsdp_param_of, is_replaced
 from shardgrad.engine.streams import is_capturing
+from shardgrad.errors import OptimizerParameterError
 from shardgrad.optim.state import local_tensor
 
 __all__ = ["Gradients", "Selection", "gradients_of", "plain_gradient", "select"]
@@ -93,6 +94,7 @@ def select(params: Iterable[torch.Tensor]) -> Gradients:
 
     Raises:
         ForeignParameterError: a gradient is not sharded like its parameter.
+        OptimizerParameterError: `fully_shard` has replaced a parameter, which gets no gradients.
     """
     by_group: dict[ParamGroup, dict[FSDPParam, None]] = {}
     plain = []
@@ -101,6 +103,13 @@ def select(params: Iterable[torch.Tensor]) -> Gradients:
         managed = fsdp_param_of(param)
         if managed is not None:
             by_group.setdefault(managed.group, {})[managed] = None
+        elif is_replaced(param):
+            raise OptimizerParameterError(
+                "fully_shard has replaced a parameter whose gradient was asked for",
+                expected="the model's parameters after the last fully_shard",
+                got=f"one of shape {tuple(param.shape)} from before it, which gets no gradients",
+                fix="list(model.parameters()) after fully_shard",
+            )
         elif (grad := plain_gradient(param)) is not None:
             plain.append(grad)
     selections = []

@@ -41,37 +41,23 @@ def a_head_next_to_the_model() -> None:
 
 
 @mistake(
-    typed="`shardgrad.optim.AdamW(...)` before `fully_shard`",
-    says="OptimizerParameterError: AdamW was built over 8 parameters from before fully_shard",
-    cure="build the optimizer after fully_shard",
+    typed="`shardgrad.clip_grad_norm_(params, 1.0)` of parameters from before `fully_shard`",
+    says="OptimizerParameterError: fully_shard has replaced a parameter whose gradient was",
+    cure="list(model.parameters()) after fully_shard",
 )
-def an_early_flat_optimizer() -> None:
+def early_parameters_to_clip() -> None:
     model = net()
-    optim = shardgrad.optim.AdamW(model.parameters())
-    sharded(model)
-    backward(model)
-    optim.step()
+    params = list(model.parameters())
+    backward(sharded(model))
+    shardgrad.clip_grad_norm_(params, 1.0)
 
 
 @mistake(
-    typed="`AdamW(...)` between forward and backward",
+    typed="`AdamW(...)` between forward and backward, or after `unshard()`",
     says="OptimizerParameterError: AdamW was built over 4 unsharded parameters",
     cure="module.reshard() on every unsharded unit, before building the optimizer",
 )
 def an_optimizer_over_whole_parameters() -> None:
-    model = sharded()
-    model.unshard()
-    optim = torch.optim.AdamW(model.parameters())
-    backward(model)
-    optim.step()
-
-
-@mistake(
-    typed="`shardgrad.optim.AdamW(...)` after `unshard()`",
-    says="OptimizerParameterError: AdamW was built over 4 unsharded parameters",
-    cure="module.reshard() on every unsharded unit, before building the optimizer",
-)
-def a_flat_optimizer_over_whole_parameters() -> None:
     model = sharded()
     model.unshard()
     optim = shardgrad.optim.AdamW(model.parameters())
@@ -187,7 +173,7 @@ def a_state_of_another_model() -> None:
 def a_negative_norm() -> None:
     model = sharded()
     backward(model)
-    shardgrad.clip_grad_norm_(model.parameters(), -1.0)
+    shardgrad.clip_grad_norm_(model, -1.0)
 
 
 @mistake(
