@@ -23,6 +23,12 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
+from torch.backends.cuda import (
+    cudnn_sdp_enabled,
+    flash_sdp_enabled,
+    math_sdp_enabled,
+    mem_efficient_sdp_enabled,
+)
 from torch.utils._pytree import tree_map_only
 
 from shardgrad.engine.streams import is_capturing
@@ -532,12 +538,12 @@ _MODES: tuple[Callable[[], Hashable], ...] = (
     torch.is_grad_enabled,
     torch.is_inference_mode_enabled,
     torch.get_default_dtype,
-    torch._C._get_float32_matmul_precision,
-    torch._C._get_deterministic_algorithms,
-    torch._C._get_flash_sdp_enabled,
-    torch._C._get_mem_efficient_sdp_enabled,
-    torch._C._get_math_sdp_enabled,
-    torch._C._get_cudnn_sdp_enabled,
+    torch.get_float32_matmul_precision,
+    torch.are_deterministic_algorithms_enabled,
+    flash_sdp_enabled,
+    mem_efficient_sdp_enabled,
+    math_sdp_enabled,
+    cudnn_sdp_enabled,
 )
 
 
