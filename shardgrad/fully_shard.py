@@ -318,9 +318,9 @@ def _reshard_plan(
         )
     if reshard_after_forward == mesh.shard_size:
         return True, None
-    smaller = mesh.subdivide(reshard_after_forward)
-    # With a group size of 1 each rank keeps everything, which is not resharding at all.
-    return (False, None) if reshard_after_forward == 1 else (True, smaller)
+    if reshard_after_forward == 1:  # each rank keeps everything, which is not resharding at all
+        return False, None
+    return True, mesh.subdivide(reshard_after_forward)
 
 
 @torch.inference_mode(mode=False)

@@ -744,6 +744,7 @@ class RootContext(ReductionScheduler):
             # Roots that take turns, such as pipeline stages on one rank, need one set of staging
             # buffers and one order of collectives.
             self.comm_ctx = lead.for_another_root()
+            self.size_reduce_ring()
 
     def upcoming(self, unit: Unit) -> Sequence[Unit]:
         """Returns the units to prefetch while `unit` runs.

@@ -221,6 +221,7 @@ def test_roots_that_share_streams_train_bit_for_bit_like_fsdp2(
     found: Tensors = {}
     for step in range(3):
         if step == 1 and not early and engine is SHARDGRAD:
+            second.set_reduce_scatter_max_input_buffers(3)
             share([first, second])
         loss = second(first(engine.inputs(step, 5))).square().mean()
         loss.backward()
@@ -232,6 +233,7 @@ def test_roots_that_share_streams_train_bit_for_bit_like_fsdp2(
     if engine is SHARDGRAD:
         runtimes = [unit_of(root).context.comm_ctx for root in (first, second)]
         assert runtimes[0].reduce_ring is runtimes[1].reduce_ring
+        assert runtimes[0].reduce_ring.depth == (2 if early else 3)
         assert runtimes[0].streams is runtimes[1].streams
     return found
 
