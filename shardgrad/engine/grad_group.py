@@ -41,7 +41,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from operator import or_
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -712,16 +712,27 @@ def _collect(owner: weakref.ref[GradGroup], unsharded: torch.Tensor) -> None:
     if not scheduler.backward_running or scheduler.callback() is None:
         scheduler.begin_backward(in_autograd=True)
     is_last = grads.take(unsharded, grad, scheduler.comm_ctx.streams)
-    if scheduler.enrolment is not None:
-        scheduler.enrolment.note(grads)
+    if scheduler.participation is not None:
+        scheduler.participation.note(grads)
     # Only a group whose unit's inputs need no gradients is complete now. Others are closed by their
     # unit's post-backward.
     if is_last and not grads.waits_for_unit:
         scheduler.close(grads)
 
 
-class Enrolment(Protocol):
-    """Decides what one backward reduces; see [Note: Participation]."""
+class Participation(Protocol):
+    """Decides what one iteration gathers and reduces; see [Note: Participation].
+
+    Attributes:
+        reduces: it may have a backward.
+    """
+
+    reduces: bool
+
+    def gather_through(self, unit: Any) -> None:
+        """Unshards every unit up to and including one (None: all), while ranks may run different
+        units. Nothing is resharded then before the backward ends.
+        """
 
     def note(self, grads: GradGroup) -> None:
         """Records a forward, with or without grad, or a gradient that has arrived."""
@@ -762,7 +773,8 @@ class ReductionScheduler:
         self._queue: list[GradGroup] = []  # the last is reduced first
         self.in_flight: list[Reduction] = []  # launched by completed backwards
         self._launched: list[Reduction] = []  # by the running backward
-        self.enrolment: Enrolment | None = None  # None: a backward reduces the groups that entered
+        # None: a unit is gathered when it runs, and a backward reduces the groups that entered.
+        self.participation: Participation | None = None
 
     def end_backward(self) -> None:
         """Called once, when autograd ends a backward whose start was seen; see `RootContext`."""
@@ -777,7 +789,7 @@ class ReductionScheduler:
         of an older graph. Another call of a unit may then follow its reduction. All ranks reduce it
         again, whichever have gradients.
         """
-        is_again = grads.state is SENT and self.enrolment is None
+        is_again = grads.state is SENT and self.participation is None
         if grads.params and (grads.state is IDLE or is_again):
             grads.waits_for_unit = True
             grads.state = _NEXT[grads.state, COLLECTING]
@@ -821,9 +833,9 @@ class ReductionScheduler:
                 grads.state = _NEXT[grads.state, COLLECTING]
                 self._queue.append(grads)
         self.entered.clear()
-        if self.enrolment is not None:
+        if self.participation is not None:
             # Under `participate`, every rank reduces the groups that any rank has run.
-            self._queue = self.enrolment.begin()
+            self._queue = self.participation.begin()
             for grads in self._queue:
                 if grads.state is IDLE:  # this rank has run no forward of it
                     grads.state = _NEXT[grads.state, READY]
@@ -834,7 +846,7 @@ class ReductionScheduler:
         Leaves the last group to the end of backward, which first frees its parameters and where
         there is nothing left to overlap with.
         """
-        if self.enrolment is not None and not self.enrolment.is_complete(grads):
+        if self.participation is not None and not self.participation.is_complete(grads):
             return
         if grads.state is COLLECTING:
             grads.state = _NEXT[grads.state, READY]
@@ -884,8 +896,8 @@ class ReductionScheduler:
             waits = grads.is_due or (grads.partial.is_live and not grads.is_reduced)
             grads.collect_written(self.comm_ctx.streams)
             if grads.gradients or waits:
-                if self.enrolment is not None:
-                    self.enrolment.refuse_late(grads)
+                if self.participation is not None:
+                    self.participation.refuse_late(grads)
                 self._reduce(grads)
             grads.end_backward()
         self.backward_running = False

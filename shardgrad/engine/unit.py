@@ -206,8 +206,9 @@ class Unit:
                 if context.forward_root in (None, self) or context.backward_running:
                     args, kwargs = context.enter_forward(self, args, kwargs)
                 self.running.append(module)
-            if context.gather_through is not None:
-                context.gather_through(self)
+            participation = context.participation
+            if participation is not None:
+                participation.gather_through(self)
             self.unshard(context.comm_ctx)
             # Launch the next unit's all-gather before waiting for this one, so that it overlaps
             # with this unit's compute even where waiting blocks the host.
@@ -220,11 +221,11 @@ class Unit:
             args, kwargs = self.cast_inputs(args, kwargs)
         # Under `participate`, forwards without grad count too: reentrant checkpointing recomputes
         # them in backward.
-        if not (torch.is_grad_enabled() or context.enrolment is not None):
+        if not (torch.is_grad_enabled() or (participation is not None and participation.reduces)):
             return args, kwargs
         for grads in self.grad_groups:
-            if context.enrolment is not None:
-                context.enrolment.note(grads)
+            if participation is not None:
+                participation.note(grads)
             if context.backward_running:
                 context.expect(grads)
             else:
@@ -405,8 +406,8 @@ class Unit:
         """Unshards the parameters before the first gradient enters the unit."""
         context = self.context or self._lazy_init(self)
         recorder.unit = self.name
-        if context.gather_through is not None:
-            context.gather_through(None)
+        if context.participation is not None:
+            context.participation.gather_through(None)
         # Autograd does not report the start of a backward: the engine's first hook marks it.
         if not context.backward_running or context.callback() is None:
             context.require_awake()
@@ -457,7 +458,7 @@ class Unit:
             # parameters when no hook unshards them: one that a backward has created, or one past
             # the outputs of this unit.
             is_read_again = context.reads_again or (self.held and context.retains_graph)
-            keep = is_read_again or context.gather_through is not None
+            keep = is_read_again or context.participation is not None
             streams = context.comm_ctx.streams
             stream = streams.current()
             if self.reshard_after_backward and not (again or self.open > 0 or keep):
@@ -588,9 +589,6 @@ class RootContext(ReductionScheduler):
 
     Attributes:
         units: in construction order, the root first.
-        gather_through: unshards every unit up to and including one (None: all), while ranks may run
-            different units (`features/participation.py`). Nothing is resharded then before the
-            backward ends. Otherwise None.
         forward_root: the outermost unit whose forward is running; None between forwards.
         is_asleep: True while the shards' memory is released (`features/sleep.py`).
         post_optim_event: the event that the next forward's all-gathers wait for, if the program set
@@ -601,7 +599,6 @@ class RootContext(ReductionScheduler):
         self.units = list(units)
         self.root = self.units[0]
         super().__init__(comm_ctx, [grads for unit in self.units for grads in unit.grad_groups])
-        self.gather_through: Callable[[Unit | None], None] | None = None
         self.is_asleep = False
         self.post_optim_event: torch.Event | None = None
         self.forward_root: Unit | None = None
@@ -754,7 +751,7 @@ class RootContext(ReductionScheduler):
         it, and does not change the order: an evaluation cannot spoil training's order. Under
         `participate` nothing is prefetched, because ranks would pair up the wrong all-gathers.
         """
-        if self.gather_through is not None:
+        if self.participation is not None:
             return ()
         following: Sequence[Unit] = ()
         if not self._order_frozen:
@@ -770,7 +767,7 @@ class RootContext(ReductionScheduler):
 
         By default all units are resharded, except the root and the unit that backward begins with.
         """
-        is_kept = self.gather_through is not None or unit.is_called_around
+        is_kept = self.participation is not None or unit.is_called_around
         # The program has called `unshard()`, and also reads the parameters after forward.
         is_held = unit.held and torch.is_grad_enabled()
         if is_kept or is_held or self.reads_again:
@@ -790,7 +787,7 @@ class RootContext(ReductionScheduler):
         """Closes the forward that `unit` opened, and drops prefetched parameters that were not
         used.
         """
-        self.forward_root, is_kept = None, self.gather_through is not None
+        self.forward_root, is_kept = None, self.participation is not None
         self._evaluated_last = not torch.is_grad_enabled()
         # The root's first complete forward decides what later forwards prefetch.
         if unit is self.root and not (self._order_frozen or is_kept):
@@ -874,7 +871,7 @@ class RootContext(ReductionScheduler):
         self.drop_reductions()
 
     def _abandon(self) -> None:
-        self.forward_root = self.ran_last = self.gather_through = self.enrolment = None
+        self.forward_root = self.ran_last = self.participation = None
         for unit in self.units:
             unit.abandon()
 

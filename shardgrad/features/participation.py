@@ -64,7 +64,7 @@ def participate(model: nn.Module) -> Iterator[None]:
             fix="with shardgrad.participate(root):",
         )
     context = lazy_init(unit)
-    if context.gather_through is not None:
+    if context.participation is not None:
         raise ParticipationError(
             "participate() cannot be nested",
             expected="one participate() per iteration",
@@ -74,26 +74,33 @@ def participate(model: nn.Module) -> Iterator[None]:
     if context.backward_running:
         # here, on every rank: one without a batch has no forward that would do it
         context.recover()
-    gathers = context.gather_through = _GathersInOrder(context)
-    enrolment = context.enrolment = _Enrolment(context) if torch.is_grad_enabled() else None
+    here = context.participation = _Participation(context)
     try:
         yield
     except BaseException:
         context.recover()
         raise
-    _join_rest(context, gathers, enrolment)
+    _join_rest(context, here)
 
 
-class _GathersInOrder:
-    """Unshards units in construction order, the only order that ranks share. Before a unit runs,
-    all units before it are gathered.
+class _Participation:
+    """Unshards units in construction order, the only order that ranks share, and makes the one
+    backward reduce every group, unless gradients are disabled.
+
+    Attributes:
+        count: of units that are gathered so far; before a unit runs, all units before it.
+        is_used: its backward has begun.
     """
 
     def __init__(self, context: RootContext) -> None:
         self._context = context
-        self.count = 0  # of units, so far
+        self.reduces = torch.is_grad_enabled()
+        self.count = 0
+        self.is_used = False
+        self._task = -1  # autograd's number of the backward
+        self._in_parts: set[GradGroup] = set()
 
-    def __call__(self, unit: Unit | None) -> None:
+    def gather_through(self, unit: Unit | None) -> None:
         """Unshards every unit up to and including `unit`; None: all."""
         units, comm_ctx = self._context.units, self._context.comm_ctx
         last = len(units) if unit is None else units.index(unit) + 1
@@ -102,31 +109,12 @@ class _GathersInOrder:
             each.wait_for_unshard(comm_ctx)
         self.count = max(self.count, last)
 
-
-class _Enrolment:
-    """Makes the one backward inside a `participate` reduce every group.
-
-    Args:
-        context: of the root.
-    """
-
-    def __init__(self, context: RootContext) -> None:
-        self._groups = context.grad_groups
-        self._is_used = False
-        self._task = -1  # autograd's number of the backward
-        self._in_parts: set[GradGroup] = set()
-
-    @property
-    def is_open(self) -> bool:
-        """True if its backward is still to come."""
-        return bool(self._groups) and not self._is_used
-
     def note(self, grads: GradGroup) -> None:
         """Called for each forward, with or without gradients, and for each gradient that
         arrives.
         """
         comes_in_parts = (
-            graph_task() != self._task if self._is_used else not torch.is_grad_enabled()
+            graph_task() != self._task if self.is_used else not torch.is_grad_enabled()
         )
         if comes_in_parts:
             self._in_parts.add(grads)
@@ -154,33 +142,29 @@ class _Enrolment:
         Raises:
             ParticipationError: this is the second backward.
         """
-        if self._is_used:
+        if self.is_used:
             raise ParticipationError(
                 "backward ran twice inside one participate()",
                 expected="at most one forward and one backward",
                 got="a second backward, which the other ranks would not join",
                 fix="one `with shardgrad.participate(model):` for each micro-batch",
             )
-        self._is_used = True
+        self.is_used = True
         self._task = graph_task()
-        return [grads for grads in self._groups if grads.params]
+        return [grads for grads in self._context.grad_groups if grads.params]
 
 
-def _join_rest(
-    context: RootContext, gathers: _GathersInOrder, enrolment: _Enrolment | None
-) -> None:
+def _join_rest(context: RootContext, here: _Participation) -> None:
     """Joins the collectives that this rank has not run: all-gathers first, then reductions."""
-    if gathers.count == 0:
+    if here.count == 0:
         context.require_awake()
         context.take_over_changes()
         context.parameters_written()
-    if context.gather_through is gathers:  # not if the iteration was cleared
-        gathers(None)
-    # Not if the iteration was cleared.
-    if enrolment is not None and context.enrolment is enrolment and enrolment.is_open:
-        context.begin_backward(in_autograd=False)
-        context.end_backward()
-    context.gather_through = None
-    context.enrolment = None
+    if context.participation is here:  # not if the iteration was cleared
+        here.gather_through(None)
+        if here.reduces and not here.is_used:
+            context.begin_backward(in_autograd=False)
+            context.end_backward()
+    context.participation = None
     for unit in context.units:
         unit.reshard()

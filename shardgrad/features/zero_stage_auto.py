@@ -52,7 +52,7 @@ class StageAuto:
         self._before_outermost_forward()
         unit, device = self._unit, self._unit.mesh.device
         # Under `participate`, a rank without a batch does not come here, so others must not count.
-        is_joint = unit.context is not None and unit.context.gather_through is None
+        is_joint = unit.context is not None and unit.context.participation is None
         if is_capturing(device) or not is_joint:
             return
         allocated = 0 if device.type == "cpu" else torch.accelerator.memory_allocated(device)

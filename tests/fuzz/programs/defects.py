@@ -83,11 +83,11 @@ def _order_recorded_under_participate() -> Iterator[Patch]:
     upcoming, leave = RootContext.upcoming, RootContext.leave_forward
 
     def record(self: RootContext, unit: Unit) -> Sequence[Unit]:
-        gathers, self.gather_through = self.gather_through, None
+        held, self.participation = self.participation, None
         try:
             return upcoming(self, unit)
         finally:
-            self.gather_through = gathers
+            self.participation = held
 
     def freeze(self: RootContext, unit: Unit) -> None:
         is_over = self.forward_root is unit and not unit.running and unit is self.root
