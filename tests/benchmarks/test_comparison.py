@@ -8,17 +8,12 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.engines.catalogue import ENGINES
 from benchmarks.engines.comparison import Disagreement, Outcome, compare, disagreement
-from benchmarks.engines.program import DISTINCT_STEPS, Program, adamw, micro_batches
 from benchmarks.engines.summary import summarise
 from benchmarks.engines.task import Length, Task
-from benchmarks.models import build_model
 from benchmarks.noise import verdict
-from shardgrad.programs.train.model import next_token_loss
-from shardgrad.programs.train.presets import PRESETS
 
 pytestmark = pytest.mark.timeout(300)  # the first comparison waits for an import of torch
 
@@ -99,24 +94,3 @@ def test_how_far_losses_may_differ(
     else:
         with pytest.raises(Disagreement, match="loss of step 1"):
             disagreement(name, losses, [2.0, 1.0], task)
-
-
-def test_gradients_of_one_rank_alone_are_told_from_their_mean() -> None:
-    task, cpu, ranks = Task(precision="bf16", preset="tiny"), torch.device("cpu"), 2
-
-    def losses(reduced: int) -> list[float]:
-        model = build_model(task.preset, cpu)
-        program = Program(model, adamw(model.parameters()), lambda norm: None, cpu, 0)
-        vocabulary = PRESETS[task.preset].vocab_size
-        data = [micro_batches(task, rank, vocabulary, cpu) for rank in range(ranks)]
-        found = []
-        for step in range(Length().warmup):
-            of = [each[step % DISTINCT_STEPS] for each in data]
-            with torch.no_grad():
-                mean = [next_token_loss(model(x), y) for part in of for x, y in part]
-            found.append(float(sum(mean)) / len(mean))
-            program.step([pair for part in of[:reduced] for pair in part])
-        return found
-
-    with pytest.raises(Disagreement):
-        disagreement("shardgrad", losses(1), losses(2), task)
