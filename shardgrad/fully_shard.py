@@ -382,7 +382,7 @@ def _install_hooks(unit: Unit, managed_modules: Sequence[nn.Module]) -> None:
     """
 
     def to_shards(*_: Any, **__: Any) -> None:
-        unit.show_sharded()  # a backward may still read the unsharded ones
+        unit.reshard()  # the program may write what it gets in ways that torch does not count
 
     def to_own_shards(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         unit.reshard()

@@ -30,3 +30,7 @@ def test_a_write_through_data_is_used_after_reshard(options: dict[str, Any]) -> 
     for module in (model[0], model):
         module.reshard()
     assert not model(torch.ones(2, 5)).any()
+    if "reshard_after_forward" in options:  # a state dict reshards, too
+        for value in model.state_dict().values():
+            value.data.fill_(1)
+        assert model(torch.ones(2, 5)).any()
