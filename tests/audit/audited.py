@@ -85,7 +85,8 @@ def trains_and_returns_losses() -> dict[str, Any]:
         param.full_tensor() if hasattr(param, "full_tensor") else param
         for param in model.parameters()
     ]
-    return {"norms": {"first": weights[0].norm().item()}, "one": model, "other": model}
+    numbers = {"norm": weights[0].norm().item(), "of this rank": dist.get_rank()}
+    return {"numbers": numbers, "one": model, "other": model}
 
 
 def needs_its_engine() -> nn.Module:

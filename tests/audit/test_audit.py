@@ -44,7 +44,7 @@ def test_a_program_that_trains_by_itself_passes_with_any_engine(engine: str) -> 
 
 def test_values_that_a_program_returns_are_compared() -> None:
     status, said = audited("trains_and_returns_losses")
-    assert "2 ranks reproduce the run without an engine: 9 values agree." in said
+    assert "2 ranks reproduce the run without an engine: 10 values agree." in said
     assert status == 0
 
 
@@ -118,7 +118,7 @@ WEIGHT = torch.arange(1.0, 7.0).view(3, 2)
 
 
 def said(*ranks: torch.Tensor, expected: torch.Tensor = WEIGHT) -> str:
-    return _difference({"w": expected}, [{"w": values} for values in ranks])
+    return _difference([{"w": expected}] * len(ranks), [{"w": values} for values in ranks])
 
 
 def test_rounding_is_not_a_difference() -> None:
@@ -137,16 +137,14 @@ def test_only_what_is_not_finite_in_either_run_is_no_difference() -> None:
 def test_the_first_value_that_differs_is_told_with_how_far_and_where() -> None:
     alike = "w: it is off by 100.00%, equally on all ranks"
     assert said(2 * WEIGHT, 2 * WEIGHT) == alike
-    assert said(2 * WEIGHT, WEIGHT).startswith("w: it is off by 100.00%, and ranks have")
-    # As far off as the other, on the other side.
-    assert said(2 * WEIGHT, 0 * WEIGHT).startswith("w: it is off by 100.00%, and ranks have")
+    for second in (WEIGHT, 0 * WEIGHT):  # right; or as far off, on the other side
+        assert said(2 * WEIGHT, second).startswith("w: it is off by 100.00%, and ranks have")
     zero = "w: it is zero or not finite in one of the runs, equally on all ranks"
     assert said(WEIGHT, WEIGHT, expected=0 * WEIGHT) == zero
-    assert said(WEIGHT[:2], WEIGHT[:2]) == "w: it has shape {(2, 2)} instead of (3, 2)"
+    assert said(WEIGHT[:2], WEIGHT[:2]) == "w: it has shape (2, 2) instead of (3, 2)"
     more = {"v": WEIGHT, "w": WEIGHT, "x": WEIGHT}
     other = {"v": WEIGHT, "w": 2 * WEIGHT, "x": 2 * WEIGHT}
-    assert _difference(more, [other]) == alike.replace("w:", "w, and 1 more:")
-    for expected, found in (({}, more), (more, {})):
-        assert _difference(expected, [found]).endswith(
-            "it does not exist on every rank in both runs"
-        )
+    assert _difference([more], [other]) == alike.replace("w:", "w, and 1 more:")
+    assert _difference([more, {}], [{}, more]) == (
+        "v, and 2 more: it does not exist on every rank in both runs"
+    )

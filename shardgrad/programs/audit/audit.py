@@ -80,7 +80,7 @@ def audit(target: str, *, ranks: int) -> tuple[bool, str]:
         )
     if failure:
         return False, f"The program runs without its engine but fails with it: {failure}"
-    difference = _difference(reference, runs)
+    difference = _difference(references, runs)
     if difference:
         what = "do not reproduce the run without an engine"
         return False, f"{ranks} ranks {what}. First difference: {difference}."
@@ -93,19 +93,22 @@ def audit(target: str, *, ranks: int) -> tuple[bool, str]:
 # -- comparing
 
 
-def _difference(expected: _Values, ranks: Sequence[_Values]) -> str:
-    """Returns the first value that is not on all ranks what is expected, and how it differs.
+def _difference(expected: Sequence[_Values], ranks: Sequence[_Values]) -> str:
+    """Returns the first value that is not on each rank what it is there without an engine, and how
+    it differs. A loss, for example, is another on each rank.
 
     Two tensors agree if the norm of their difference is below the root of the dtype's precision
     times the norm of the expected one, that is in half of their digits: sums over ranks have
     another order, and optimizers amplify.
     """
-    names = dict.fromkeys(name for values in (expected, *ranks) for name in values)
-    differing = {
-        name: words
-        for name in names
-        if (words := _how(expected.get(name), [values.get(name) for values in ranks]))
-    }
+    names = dict.fromkeys(name for values in (*expected, *ranks) for name in values)
+    differing = {}
+    for name in names:
+        words = _how(
+            [(own.get(name), held.get(name)) for own, held in zip(expected, ranks, strict=True)]
+        )
+        if words:
+            differing[name] = words
     if not differing:
         return ""
     name, words = next(iter(differing.items()))
@@ -113,19 +116,25 @@ def _difference(expected: _Values, ranks: Sequence[_Values]) -> str:
     return f"{name}{more}: {words}"
 
 
-def _how(expected: torch.Tensor | str | None, held: Sequence[torch.Tensor | str | None]) -> str:
-    """Returns how what ranks have of a value differs from what is expected, if it does."""
-    tensors = [tensor for tensor in held if isinstance(tensor, torch.Tensor)]
-    if not isinstance(expected, torch.Tensor) or len(tensors) < len(held):
-        return "it does not exist on every rank in both runs"
-    shapes = {tuple(tensor.shape) for tensor in tensors}
-    if shapes != {tuple(expected.shape)}:
-        return f"it has shape {shapes} instead of {tuple(expected.shape)}"
-    off = max(_off(tensor, expected) for tensor in tensors)
+def _how(pairs: Sequence[tuple[torch.Tensor | str | None, torch.Tensor | str | None]]) -> str:
+    """Returns how what ranks have of a value differs from what each is expected to have, if it
+    does.
+    """
+    tensors = []
+    for expected, held in pairs:
+        if not (isinstance(expected, torch.Tensor) and isinstance(held, torch.Tensor)):
+            return "it does not exist on every rank in both runs"
+        if held.shape != expected.shape:
+            return f"it has shape {tuple(held.shape)} instead of {tuple(expected.shape)}"
+        tensors.append((expected, held))
+    off = max(_off(held, expected) for expected, held in tensors)
     if not off:
         return ""
     how = f"off by {off:.2%}" if off < math.inf else "zero or not finite in one of the runs"
-    if any(_off(tensor, tensors[0]) for tensor in tensors):
+    first_expected, first_held = tensors[0]
+    if any(_off(expected, first_expected) for expected, _ in tensors):
+        return f"it is {how}"
+    if any(_off(held, first_held) for _, held in tensors):
         return f"it is {how}, and ranks have different values, as when gradients are not averaged"
     return f"it is {how}, equally on all ranks"
 
