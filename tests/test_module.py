@@ -102,11 +102,14 @@ def test_a_unit_that_was_gathered_ahead_and_did_not_run_is_sharded_after_forward
 @pytest.mark.parametrize("set_to_none", [True, False])
 @on_ranks(2)
 def test_zero_grad_finds_the_gradients_of_units_that_are_unsharded(set_to_none: bool) -> None:
-    model = SHARDGRAD.shard_tower(tower())
+    model = tower()
+    ignored = model.head.weight
+    SHARDGRAD.shard_tower(model, ignored_params={ignored})
     token_loss(model, SHARDGRAD.tokens(0)).backward()
     model.unshard()
-    assert not is_sharded(model.head)
+    assert not is_sharded(model.norm)
     model.zero_grad(set_to_none)
+    assert ignored.grad is None if set_to_none else not ignored.grad.any()
     model.reshard()
     gradients = [param.grad for param in model.parameters() if isinstance(param, DTensor)]
     assert gradients
@@ -185,19 +188,6 @@ def test_parameters_kept_whole_across_an_optimizer_step_are_gathered_again(
     """
     assert_same_bits(train_set(setting), train_set(lambda model: None))
     assert train_in_turn(setting) == train_in_turn(lambda model: None)
-
-
-@pytest.mark.parametrize(("reshard_after_forward", "whole"), [(True, False), (False, True)])
-@on_ranks(2)
-def test_parameters_are_whole_after_forward_only_if_asked_for(
-    reshard_after_forward: bool, whole: bool
-) -> None:
-    model = SHARDGRAD.shard_tower(tower(), reshard_after_forward=reshard_after_forward)
-    loss = token_loss(model, SHARDGRAD.tokens(0))
-    for module in (model.layers[0].up, model.layers[-1].up, model.embedding, model.head):
-        assert is_sharded(module) is not whole
-    loss.backward()
-    assert all(isinstance(param, DTensor) for param in model.parameters())
 
 
 @pytest.mark.parametrize("recurse", [True, False])

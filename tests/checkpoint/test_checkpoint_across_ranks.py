@@ -138,7 +138,10 @@ def what_is_told(operation: str, fault: str, folder: Path) -> str:
         faults.enter_context(caught := pytest.raises(CheckpointError))
         getattr(checkpoint, operation)(state, path)
     assert torch.equal(x.full_tensor(), numbers)
-    return str(caught.excinfo.value)
+    text = str(caught.excinfo.value)
+    has_failed_here = f"; rank {dist.get_rank()}" in text
+    assert (caught.excinfo.value.__cause__ is not None) == has_failed_here
+    return text
 
 
 @pytest.mark.parametrize(

@@ -33,24 +33,16 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 def train(
     engine: Engine,
     *,
-    micro_batches: int = 1,
-    sync_each: bool = True,
     change: Callable[[Any], None] = lambda model: None,
     **options: Any,
 ) -> Tensors:
     model = engine.shard_stack(stack(*SIZES), **options)
     change(model)
     sent: list[str] = []
-    loop = {"micro_batches": micro_batches, "sync_each": sync_each}
     with watching_collectives(lambda name, _: sent.append(name)):
-        found = train_squares(engine, model, SIZES[0], **loop)
+        found = train_squares(engine, model, SIZES[0])
     assert not sent
     return found
-
-
-def by_three(model: Any) -> None:
-    for layer in (model, model[0], model[2]):
-        layer.set_gradient_divide_factor(3.0)
 
 
 def hooked(model: Any) -> None:
@@ -65,23 +57,11 @@ def columns(param: nn.Parameter) -> Shard | None:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"mp_policy": MIXED},
         {"mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16)},
         {"mp_policy": MixedPrecisionPolicy(param_dtype=FP16, reduce_dtype=FP16)},
         {"mp_policy": MixedPrecisionPolicy(reduce_dtype=BF16)},  # which rounds gradients
-        {"micro_batches": 3},
-        {
-            "micro_batches": 3,
-            "mp_policy": MIXED,
-        },
-        {"micro_batches": 3, "sync_each": False},
-        {"change": by_three},
         {"change": hooked},
-        {
-            "change": by_three,
-            "mp_policy": MIXED,
-        },
         {"shard_placement_fn": columns, "mp_policy": MixedPrecisionPolicy(param_dtype=BF16)},
     ],
     ids=str,

@@ -159,7 +159,9 @@ def test_a_hook_has_no_stream_of_its_own_under_hsdp(engine: Engine) -> None:
 
 def separate(model: Tower) -> None:
     model.set_separate_reduce_scatter_group()
+    groups = set(dist.distributed_c10d._world.pg_map)
     model.set_separate_reduce_scatter_group()  # once is enough
+    assert set(dist.distributed_c10d._world.pg_map) == groups
     model.layers[0].set_separate_reduce_scatter_group(False)
 
 
