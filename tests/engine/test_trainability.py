@@ -157,21 +157,3 @@ def test_a_forward_may_freeze_and_thaw_what_it_calls(engine: Engine, *, by_hook:
     for step, model.trained in enumerate((0, 1, 1, 0)):
         engine.loss(model, step, 5).backward()
     return engine.snapshot(model)
-
-
-class Chosen(Turns):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers[self.trained](x)
-
-
-@on_ranks(2)
-@as_unsharded
-def test_a_unit_that_first_runs_after_other_units_have_trained_gets_its_gradients(
-    engine: Engine,
-) -> Tensors:
-    torch.manual_seed(0)
-    model = Chosen(by_hook=False)
-    engine.shard(*model.layers, model)
-    for model.trained in (0, 1):
-        engine.loss(model, 0, 5).backward()
-    return engine.snapshot(model)
