@@ -153,9 +153,9 @@ class Unit:
         self.waiting_modules: set[nn.Module] = set()
         # Modules whose forward is running, the innermost last.
         self.running: list[nn.Module] = []
-        # Lists and dicts of which a running forward has copies: each with its copy, what that held,
-        # and by the id of each of these, the original.
-        self.copies: list[tuple[Any, Any, list[Any], dict[int, Any]]] = []
+        # Lists and dicts of which a running forward has copies: how many forwards were running,
+        # and each with its copy, what that held, and by the id of each of these, the original.
+        self.copies: list[tuple[int, Any, Any, list[Any], dict[int, Any]]] = []
         # Hooks instead of a wrapper keep state dict names, `isinstance` and attributes unchanged.
         # `prepend` lets the program's own pre-forward hooks see unsharded parameters.
         self.hooks = [
@@ -202,10 +202,10 @@ class Unit:
             context = self.context or self._lazy_init(self)
             recorder.unit = self.name
             if not recomputing:
+                self.running.append(module)
                 # A backward that is still open was cut short: recomputations do not come here.
                 if context.forward_root in (None, self) or context.backward_running:
                     args, kwargs = context.enter_forward(self, args, kwargs)
-                self.running.append(module)
             participation = context.participation
             if participation is not None:
                 participation.gather_through(self)
@@ -293,20 +293,21 @@ class Unit:
             return given
         if isinstance(given, list | dict):
             olds, news = (list(x.values() if isinstance(x, dict) else x) for x in (given, copy))
-            self.copies.append((given, copy, news, dict(zip(map(id, news), olds, strict=True))))
+            originals = dict(zip(map(id, news), olds, strict=True))
+            self.copies.append((len(self.running), given, copy, news, originals))
         return copy
 
     def return_copies(self) -> None:
-        """Makes the caller's lists and dicts what forward has made of their copies."""
-        # A copy may have been copied again.
-        for given, copy, _, originals in reversed(self.copies):
+        """Makes the caller's lists and dicts what a forward that ends has made of their copies."""
+        # A copy may have been copied again. The copies of a forward that has called this one stay.
+        while self.copies and (not self.running or self.copies[-1][0] > len(self.running)):
+            _, given, copy, _, originals = self.copies.pop()
             if isinstance(given, list):
                 given[:] = [originals.get(id(each), each) for each in copy]
             else:
                 given.clear()
                 for key, each in copy.items():
                     given[key] = originals.get(id(each), each)
-        self.copies.clear()
 
     @outside_graphs
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -317,7 +318,7 @@ class Unit:
             recomputing, begins = graph_task() != -1, []
             if not recomputing and self.running:  # empty if a registered method has called forward
                 self.running.pop()
-            if self.copies and not self.running:
+            if self.copies:
                 self.return_copies()
             if torch.is_grad_enabled():
                 if is_transformed:
@@ -376,7 +377,7 @@ class Unit:
     def forward_failed(self, running: int) -> None:
         """Abandons forwards that raised: all but the first `running` of those that were running."""
         del self.running[running:]
-        self.copies.clear()
+        self.copies = [each for each in self.copies if each[0] <= running]
         if self.context is not None and self.context.forward_root is self and not self.running:
             # Dropping pending work may fail as well, for example in a collective or after a failed
             # capture. The program should see the first error.
