@@ -145,6 +145,5 @@ def test_the_first_value_that_differs_is_told_with_how_far_and_where() -> None:
     more = {"v": WEIGHT, "w": WEIGHT, "x": WEIGHT}
     other = {"v": WEIGHT, "w": 2 * WEIGHT, "x": 2 * WEIGHT}
     assert _difference([more], [other]) == alike.replace("w:", "w, and 1 more:")
-    assert _difference([more, {}], [{}, more]) == (
-        "v, and 2 more: it does not exist on every rank in both runs"
-    )
+    assert _difference([more], [{}]).endswith("it does not exist on every rank in both runs")
+    assert _difference([more, {}], []).startswith("the order")
