@@ -113,9 +113,7 @@ class _Participation:
         """Called for each forward, with or without gradients, and for each gradient that
         arrives.
         """
-        comes_in_parts = (
-            graph_task() != self._task if self.is_used else not torch.is_grad_enabled()
-        )
+        comes_in_parts = graph_task() != self._task if self.is_used else not torch.is_grad_enabled()
         if comes_in_parts:
             self._in_parts.add(grads)
 
