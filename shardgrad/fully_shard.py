@@ -335,7 +335,12 @@ def _commit(
         if any(p.shape[p.dim] < group.mesh.shard_size for p in group.layout.pieces):
             from shardgrad.checks.padding import warn_of_padding
 
-            warn_of_padding(group.layout, group.dtype.itemsize, type(unit.modules[0]).__name__)
+            warn_of_padding(
+                group.layout,
+                group.mesh.data_parallel_size,
+                group.dtype.itemsize,
+                type(unit.modules[0]).__name__,
+            )
     managed = [module for _, module in modules_under(unit.modules, with_units=False)]
     note_ignored(managed, ignored)
     for module in unit.modules:

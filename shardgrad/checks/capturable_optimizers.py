@@ -11,7 +11,7 @@ classes:
 * torch refuses it: Adadelta, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop and Rprop without
   `capturable=True`. The error raised here names a parameter as well;
 * it cannot be captured: LBFGS, Adagrad, Adafactor and SparseAdam, which have no `capturable`;
-  another library's FusedAdam without it; and SGD with momentum before its first step.
+  another library's FusedAdam without it; and SGD with momentum, and Muon, before their first step.
 
 Numbers among the hyperparameters are constants of a graph with every optimizer; a learning rate can
 be a tensor. Other optimizers are unknown, and their steps are captured.
@@ -46,7 +46,7 @@ def _why_not_capturable(optimizer: Optimizer) -> str | None:
     for group in optimizer.param_groups:
         if group.get("capturable") is False:
             return "one of its groups has capturable=False, so its step counts would be frozen"
-    if isinstance(optimizer, optim.SGD) and _makes_momentum(optimizer):
+    if isinstance(optimizer, (optim.SGD, optim.Muon)) and _makes_momentum(optimizer):
         return (
             "its first step creates the momentum buffers, and every replay would create them again"
         )
@@ -61,7 +61,7 @@ def _cure(optimizer: Optimizer) -> str:
         cures = [f"shardgrad.optim.{name}"]
     if "capturable" in optimizer.defaults:
         cures.append(f"{name}(..., capturable=True)")
-    if isinstance(optimizer, optim.SGD):
+    if isinstance(optimizer, (optim.SGD, optim.Muon)):
         cures.append("one eager step before the capture, to create the momentum buffers")
     return "; or ".join(cures)
 

@@ -35,11 +35,12 @@ def padded(pieces: Sequence[Piece], ranks: int) -> float:
     return moved / numel if numel else 1.0
 
 
-def warn_of_padding(layout: ShardLayout, itemsize: int, kind: str) -> None:
+def warn_of_padding(layout: ShardLayout, total: int, itemsize: int, kind: str) -> None:
     """Warns if parameters of a group are mostly padding, and names a mesh without it.
 
     Args:
         layout: the layout of the group; its world size is the size of the shard group.
+        total: number of ranks, of all replicas.
         itemsize: bytes of an element.
         kind: the class name of the unit's module. Since Python shows each text once, units of one
             class warn once.
@@ -55,8 +56,8 @@ def warn_of_padding(layout: ShardLayout, itemsize: int, kind: str) -> None:
     warnings.warn(
         f"shardgrad: a {kind} moves {ratio:.1f} times its bytes in each all-gather and "
         f"reduce-scatter: it is sharded over {ranks} ranks, and a parameter has {fewest} rows. "
-        f"Shard over {best} ranks and replicate over {ranks // best}: "
-        f"mesh=init_device_mesh(device, ({ranks // best}, {best}), "
+        f"Shard over {best} ranks and replicate over {total // best}: "
+        f"mesh=init_device_mesh(device, ({total // best}, {best}), "
         'mesh_dim_names=("replicate", "shard")).',
         PaddingWarning,
         stacklevel=5,  # the line that calls fully_shard

@@ -55,8 +55,8 @@ def _sum(values: torch.Tensor) -> torch.Tensor | None:
     ):
         return None
     octets = values.detach().view(-1).view(torch.uint8)
-    if octets.data_ptr() % 8 or (octets.storage_offset() % 8):
-        return octets.sum()
+    if octets.data_ptr() % 8 or octets.storage_offset() % 8:
+        octets = octets.clone()  # another rank's may be aligned, and is to have the same checksum
     words = octets.numel() // 8 * 8
     return octets[:words].view(torch.int64).sum() + octets[words:].sum()
 

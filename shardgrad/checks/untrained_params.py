@@ -109,8 +109,11 @@ def check_first_step(optimizer: Optimizer) -> Callable[[Optimizer], bool]:
     def compare(optimizer: Optimizer) -> bool:
         unchanged = []
         if samples:
-            sizes = torch.stack([size for *_, size in samples])
-            stands = torch.stack([(now == before).all() for _, now, before, _ in samples])
+            device = samples[0][1].device  # units that are offloaded are on another one
+            sizes = torch.stack([size.to(device) for *_, size in samples])
+            stands = torch.stack(
+                [(now == before).all().to(device) for _, now, before, _ in samples]
+            )
             verdicts = (stands & (sizes > _ROUNDING * sizes.amax())).tolist()
             unchanged = [name for (name, *_), bad in zip(samples, verdicts, strict=True) if bad]
         if not training or _is_skipped(optimizer):  # a warm-up may begin with a rate of 0

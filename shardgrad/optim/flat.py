@@ -500,8 +500,8 @@ class FlatOptimizer(Optimizer):
                     segment.state,
                     launch,
                     segment.options.on(segment.device),
-                    scale,
-                    skip,
+                    None if scale is None else scale.to(segment.device),
+                    None if skip is None else skip.to(segment.device),
                 )
                 for segment, launch in launches
             ]

@@ -60,8 +60,9 @@ class Gradients:
                 gradients.append(shard.values)
             else:
                 gradients += [shard.views[place] for place in selection.live]
-        if gradients:
-            torch._foreach_mul_(gradients, factor)
+        for device in {each.device for each in gradients}:  # two, if only some are offloaded
+            there = [each for each in gradients if each.device == device]
+            torch._foreach_mul_(there, factor.to(device))
 
 
 def gradients_of(group: ParamGroup, params: Iterable[torch.Tensor]) -> GradShard | None:

@@ -18,21 +18,20 @@ def layer(rows: int) -> nn.Linear:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "rows", "told"),
+    ("replicas", "ranks", "rows", "told"),
     [
-        (64, 4096, None),
-        (128, 1, None),  # too little to be worth a word
-        (4096, 4096, None),
-        (16384, 4096, "4.0 times"),
-        (1024, 384, "2.7 times"),
+        (1, 128, 1, None),  # too little to be worth a word
+        (1, 4096, 4096, None),
+        (1, 16384, 4096, "4.0 times"),
+        (2, 1024, 384, "2.7 times"),
     ],
 )
 def test_a_unit_that_sends_mostly_padding_is_told_of_with_the_mesh_that_cures_it(
-    ranks: int, rows: int, told: str | None
+    replicas: int, ranks: int, rows: int, told: str | None
 ) -> None:
-    with fake_world((ranks,)), warnings.catch_warnings(record=True) as said:
+    with fake_world((replicas, ranks)) as mesh, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        fully_shard(layer(rows))
+        fully_shard(layer(rows), mesh=mesh)
         found = [str(one.message) for one in said if one.category is PaddingWarning]
         assert len(found) == (told is not None)
         if told is None:
@@ -40,11 +39,10 @@ def test_a_unit_that_sends_mostly_padding_is_told_of_with_the_mesh_that_cures_it
         assert f"a Linear moves {told} its bytes" in found[0]
         shards = 4096 if ranks == 16384 else 128
         assert {one.filename for one in said} == {__file__}
-        assert f"device, ({ranks // shards}, {shards})" in found[0]
+        shape = (replicas * ranks // shards, shards)
+        assert f"device, {shape}" in found[0]
         said.clear()
-        mesh = init_device_mesh(
-            "cpu", (ranks // shards, shards), mesh_dim_names=("replicate", "shard")
-        )
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
         fully_shard(layer(rows), mesh=mesh)
         assert not [one for one in said if one.category is PaddingWarning]
 

@@ -50,6 +50,8 @@ def test_values_that_all_differ_alike_are_told() -> None:
 @on_ranks(2)
 def test_one_value_that_differs_is_told_on_every_rank(name: str, dtype: torch.dtype) -> None:
     model = blocks(0).to(dtype)
+    # The same values, in memory that is not aligned on one of the ranks.
+    model[1].weight.data = torch.ones(WIDTH + 1, dtype=dtype)[dist.get_rank() :][:WIDTH]
     with torch.no_grad():
         if dist.get_rank() == 1:
             model.get_parameter(name).view(-1)[-1] += 1

@@ -91,7 +91,6 @@ def train(request: Request) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"mesh": "2", "precision": "fp32"},
         {"mesh": "2", "precision": "fp32", "stage": "1", "accumulate": 2},
         {"mesh": "2", "stage": "2", "accumulate": 2},
         {"mesh": "4", "precision": "fp32", "accumulate": 2, "no_sync": True},

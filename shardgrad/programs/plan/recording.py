@@ -55,7 +55,7 @@ class Transfer:
     Attributes:
         stream: stream that it was launched on.
         kind: "all-gather", "reduce-scatter", "all-reduce" or "exchange".
-        axis: axis of the mesh: "shard", "replicate" or "both".
+        axis: axis of the mesh: "shard" or "replicate"; "both" for a group that is over neither.
         ranks: number of ranks.
         nbytes: size of the unsharded message: the result of an all-gather, or the input of a
             reduction.

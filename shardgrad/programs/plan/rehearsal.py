@@ -124,9 +124,6 @@ class _Trainer:
             },
         )
         self.groups = [group for unit in units_under(self._model) for group in unit.groups]
-        for group in self.groups:
-            if group.mesh.levels is not None:
-                recorder.axes[group.mesh.shard_group.group_name] = "both"
         self._runtime = CommContext(torch.device("cpu"), RecordingStreams(recorder))
         unit = units_under(self._model)[0]
         unit.partner = self._runtime

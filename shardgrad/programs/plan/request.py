@@ -114,8 +114,9 @@ def mesh_shape(text: str | None, ranks: int | None = None) -> tuple[int, ...]:
             "two."
         )
     shape = tuple(int(part) for part in found.groups() if part)
-    if ranks not in (None, math.prod(shape)):
-        raise UsageError(
-            f"--mesh {text} has {math.prod(shape)} ranks, but --ranks is {ranks}: correct one."
-        )
+    total = math.prod(shape)
+    if total > MOST_RANKS:
+        raise UsageError(f"--mesh {text} has {total} ranks: use at most {MOST_RANKS}.")
+    if ranks not in (None, total):
+        raise UsageError(f"--mesh {text} has {total} ranks, but --ranks is {ranks}: correct one.")
     return shape

@@ -208,7 +208,7 @@ class _Observer(TorchDispatchMode):
         )
         # The size of the larger one of input and output, which is the unsharded message.
         nbytes = max(sum(map(_nbytes, _tensors((arg,)))) for arg in args[:2])
-        axis = recorder.axes[group.group_name]
+        axis = recorder.axes.get(group.group_name, "both")  # of HFSDP's, or one that the model made
         recorder.events.append(Transfer(recorder.stream, kind, axis, group.size(), nbytes))
 
 

@@ -91,7 +91,7 @@ class Sharding:
         param_dtype, reduce_dtype: of `MixedPrecisionPolicy`; "" for None.
         wire_dtype: of `GradientPolicy`; "" for None.
         gradients: "", or what `GradientPolicy` sets: "persistent", "decoupled".
-        offload: `CPUOffloadPolicy`.
+        offload: `CPUOffloadPolicy`; "blocks": not for the root's unit.
         zero_copy: parameters travel by themselves, however small they are.
         prefetch: "", "forward", "backward", "both": explicit prefetching of the block after next.
         reductions: `set_reduce_scatter_max_input_buffers`; 0 leaves it.
@@ -106,7 +106,7 @@ class Sharding:
     reduce_dtype: str = ""
     wire_dtype: str = ""
     gradients: str = ""
-    offload: bool = False
+    offload: bool | str = False
     zero_copy: bool = False
     prefetch: str = ""
     reductions: int = 0

@@ -110,6 +110,8 @@ class Sharded(Script):
             options["gradient_policy"] = policy
             self.gradient = policy.attribute
         for unit in nets.units(self.net):
+            if unit[0] is self.net and sharding.offload == "blocks":
+                del options["offload_policy"]
             place = unit[0].block.stream if isinstance(unit[0], FuzzBlock) else 0
             whole = unit if len(unit) > 1 else unit[0]
             self.plan.streams.call(place, partial(self.fully_shard, whole, **options))
