@@ -56,19 +56,8 @@ def concerns_unit(param: torch.Tensor) -> bool:
     return fsdp_param_of(param) is not None or is_replaced(param)
 
 
-def check_first_step(optimizer: Optimizer) -> Callable[[Optimizer], bool]:
-    """Refuses parameters that a first step could not train, and takes samples. Called before it.
-
-    Returns:
-        What to call with the optimizer after the step. It compares, warns of parameters that did
-        not change, and returns False after a step that changes nothing on purpose, so that the next
-        one counts. It holds the parameters, but not the optimizer, which a failed step may leave.
-
-    Raises:
-        OptimizerParameterError: the optimizer has unsharded parameters, whose memory is freed, or
-            those from before `fully_shard`.
-        GradientError: a parameter has a hook that never runs.
-    """
+def _refuse_unused(optimizer: Optimizer) -> None:
+    """Refuses parameters that the model does not use at the optimizer's step."""
     unsharded = sum(map(is_unsharded_param, params_of(optimizer)))
     if unsharded:
         raise OptimizerParameterError(
@@ -87,6 +76,22 @@ def check_first_step(optimizer: Optimizer) -> Callable[[Optimizer], bool]:
             got="parameters that fully_shard has replaced",
             fix="build the optimizer after fully_shard",
         )
+
+
+def check_first_step(optimizer: Optimizer) -> Callable[[Optimizer], bool]:
+    """Refuses parameters that a first step could not train, and takes samples. Called before it.
+
+    Returns:
+        What to call with the optimizer after the step. It compares, warns of parameters that did
+        not change, and returns False after a step that changes nothing on purpose, so that the next
+        one counts. It holds the parameters, but not the optimizer, which a failed step may leave.
+
+    Raises:
+        OptimizerParameterError: the optimizer has unsharded parameters, whose memory is freed, or
+            those from before `fully_shard`.
+        GradientError: a parameter has a hook that never runs.
+    """
+    _refuse_unused(optimizer)
     known = ((param, managed_by(param)) for param in params_of(optimizer))
     refuse_hooks((param, managed.name) for param, managed in known if managed is not None)
     # Name, values, their copy from before the step, and the size of the gradient.

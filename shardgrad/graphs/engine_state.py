@@ -195,8 +195,9 @@ class ModuleState(Capturable):
 
     def _allocated_in_capture(self) -> list[GradShard]:
         known = self._with_memory
-        found = [shard for shard in self._shards() if shard.has_memory]
-        return [] if known is None else [shard for shard in found if shard not in known]
+        if known is None:
+            return []
+        return [shard for shard in self._shards() if shard.has_memory and shard not in known]
 
     def abort_capture(self) -> None:
         """See `Capturable`."""

@@ -74,6 +74,7 @@ WEIGHT = torch.nn.Parameter(torch.ones(2))
 SCHEDULE = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([WEIGHT], lr=0.1))
 REFUSED: dict[str, tuple[Callable[[], object], type[ShardgradError], str]] = {
     "no warm-up": (decorated(warmup=0), OptionError, "warmup=0"),
+    "a pool of torch's": (decorated(pool=(0, 1)), OptionError, "a GraphPool or None"),
     "a policy that there is not": (
         decorated(on_uncapturable="ignore"),
         OptionError,

@@ -118,7 +118,8 @@ def lr_ratio(step: int, *, steps: int) -> float:
 
     Args:
         step: number of the step, from 0.
-        steps: number of steps of the run; step `steps - 1` and later ones get a tenth.
+        steps: number of steps of the run; of several, the last one and later
+            ones get a tenth.
     """
     warmup_steps = min(_WARMUP_STEPS, steps // 10)
     if step < warmup_steps:
