@@ -9,15 +9,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partialmethod
 from typing import Any
 from unittest import mock
-
-import torch
 
 from shardgrad.engine import collect
 from shardgrad.engine.grad_group import GradGroup, ReductionScheduler
 from shardgrad.engine.grad_shard import GradShard
-from shardgrad.engine.param_group import managed_by
+from shardgrad.engine.param_group import ParamGroup, managed_by
 from shardgrad.engine.unit import RootContext, Unit
 from shardgrad.optim import selection
 
@@ -63,19 +62,15 @@ def _clipping_misses_unsharded_units() -> Iterator[Patch]:
 
 
 def _frozen_after_forward_is_trained() -> Iterator[Patch]:
-    """A gradient that arrived for a parameter frozen since the forward was taken."""
-    take = GradGroup.take
+    """What was frozen since the forward was not carried to the parameters that backward sees."""
+    carry, take = ParamGroup.carry_requires_grad, GradGroup.take
 
-    def take_any(self: GradGroup, unsharded: torch.Tensor, *args: Any, **options: Any) -> bool:
-        sharded = self._index[id(unsharded)].sharded
-        trains = sharded.requires_grad
-        sharded.requires_grad_(True)
-        try:
-            return take(self, unsharded, *args, **options)
-        finally:
-            sharded.requires_grad_(trains)
+    def not_in_backward(self: ParamGroup) -> tuple[bool, ...]:
+        is_late = getattr(self.grads.scheduler, "backward_running", False)
+        return self.trainable if is_late else carry(self)
 
-    yield mock.patch.object(GradGroup, "take", take_any)
+    yield mock.patch.object(ParamGroup, "carry_requires_grad", not_in_backward)
+    yield mock.patch.object(GradGroup, "take", partialmethod(take, is_written=True))
 
 
 def _order_recorded_under_participate() -> Iterator[Patch]:
