@@ -118,8 +118,6 @@ if not TYPE_CHECKING:  # mypy sees the imports above, and reports other names
             value = getattr(import_module(f"{__name__}.{_DEFINED_IN[name]}"), name)
             globals()[name] = value
             return value
-        if name == "checkpoint":
-            return import_module(f"{__name__}.programs.checkpoint")
         if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
             return import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

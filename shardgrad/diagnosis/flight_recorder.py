@@ -49,15 +49,15 @@ class Entry(NamedTuple):
     name: str
     ranks: tuple[int, ...]
 
-    def failed(self, error: RuntimeError) -> CollectiveError:
+    def failed(self, error: Exception) -> CollectiveError:
         """Returns the backend's error as a CollectiveError that says what to do."""
         import torch.distributed as dist
 
         return CollectiveError(
             f"the {self.name} failed: another rank is late, has exited or is out of sync",
             expected=f"every rank of {list(self.ranks)} to join it",
-            got=str(error).splitlines()[0],
-            where=f"rank {dist.get_rank()}",
+            got=str(error).partition("\n")[0],
+            where=f"rank {dist.get_rank()}" if dist.is_initialized() else None,
             fix=FIX,
         )
 
@@ -110,9 +110,16 @@ class GroupLog:
 
     @contextmanager
     def waiting(self, name: str) -> Iterator[None]:
-        """Records a collective; the block starts it and waits for it on the host."""
-        self._recorder.waits_in = self.record(name)
-        yield
+        """Records a collective; the block starts it and waits for it on the host.
+
+        Raises:
+            CollectiveError: the backend raised.
+        """
+        self._recorder.waits_in = entry = self.record(name)
+        try:
+            yield
+        except RuntimeError as error:
+            raise entry.failed(error) from error
         self._recorder.waits_in = None
 
 

@@ -398,7 +398,7 @@ def _transfer(
             f"the transfer of weights failed: rank {late} is late or has exited",
             expected=f"send_weights() on trainers and receive_weights() on receivers, within "
             f"{timeout_s:g} s of each other",
-            got=str(error).splitlines()[0],
+            got=str(error).partition("\n")[0],
             where=f"rank {dist.get_rank()}",
             fix="make a process group and a plan for the remaining ranks",
         ) from error

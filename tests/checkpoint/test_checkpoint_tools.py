@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from shardgrad import checkpoint
+from shardgrad.checkpoint import export_checkpoint
 from shardgrad.errors import (
     CheckpointError,
 )
@@ -51,7 +52,7 @@ def test_what_python_3_11_0_to_3_11_3_pickles_of_torch_is_read(
 def exported(tensors: dict[str, torch.Tensor], folder: Path, **options: Any) -> Path:
     """Saves a checkpoint, and exports it into a folder."""
     checkpoint.save(tensors, folder.with_suffix(".saved"))
-    checkpoint.export_checkpoint(folder.with_suffix(".saved"), folder, **options)
+    export_checkpoint(folder.with_suffix(".saved"), folder, **options)
     return folder
 
 
@@ -88,7 +89,7 @@ def test_an_export_that_fails_leaves_nothing(
 
         monkeypatch.setattr(package, "save_file", full)
     with pytest.raises(CheckpointError, match=why):
-        checkpoint.export_checkpoint(saved, tmp_path / "st")
+        export_checkpoint(saved, tmp_path / "st")
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
 
 

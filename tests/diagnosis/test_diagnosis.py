@@ -15,17 +15,15 @@ from tests.support.ranks import Ranks
 
 def last_collective_of_training(steps: int) -> Entry | None:
     model = SHARDGRAD.shard_tower(tower())
-    before = recorder.group_log(dist.group.WORLD).count
     for step in range(steps):
         token_loss(model, SHARDGRAD.tokens(step)).backward()
-    count = recorder.group_log(dist.group.WORLD).count
-    assert count > before + 6 * steps  # each unit is gathered twice, or once, and reduced
     return recorder.last
 
 
 def test_ranks_that_train_together_have_started_the_same_collectives(two_ranks: Ranks) -> None:
     ours, theirs = two_ranks.run(last_collective_of_training, 3)
     assert ours == theirs
+    assert ours.seq_id > 18  # each unit is gathered twice, or once, and reduced
 
 
 def journal_of_a_save(folder: str) -> tuple[int, Entry | None]:
@@ -40,5 +38,4 @@ def test_every_collective_of_a_save_is_in_the_journal_of_all_ranks(
     two_ranks: Ranks, tmp_path: Path
 ) -> None:
     ours, theirs = two_ranks.run(journal_of_a_save, str(tmp_path / "c"))
-    assert ours == theirs
-    assert ours == (2, Entry(2, "writing of the checkpoint", (0, 1)))
+    assert ours == theirs == (2, Entry(2, "writing of the checkpoint", (0, 1)))

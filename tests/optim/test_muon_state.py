@@ -180,16 +180,19 @@ def test_a_vector_is_refused_by_name_and_adamw_is_suggested() -> None:
 
 
 @on_ranks(2)
-def test_a_failed_exchange_is_a_typed_error_and_moves_no_weight() -> None:
+def test_a_failed_exchange_or_norm_is_a_typed_error_and_moves_no_weight() -> None:
     model = SHARDGRAD.fully_shard(stack(6, 5))
     optim = shardgrad.optim.Muon([model[0].weight], lr=0.1)
     SHARDGRAD.loss(model, 0, 6).backward()
+    failing = mock.Mock(side_effect=RuntimeError)  # without a text
     with (
         unchanged(model.parameters()),
-        mock.patch.object(dist, "all_to_all_single", side_effect=RuntimeError("timed out")),
-        pytest.raises(CollectiveError, match="exchange of matrices"),
+        mock.patch.multiple(dist, all_to_all_single=failing, all_reduce=failing),
     ):
-        optim.step()
+        with pytest.raises(CollectiveError, match="exchange of matrices"):
+            optim.step()
+        with pytest.raises(CollectiveError, match="gradients' norm"):
+            shardgrad.clip_grad_norm_(model, 1.0)
 
 
 def test_a_plan_is_not_made_while_a_graph_is_being_captured() -> None:
