@@ -307,8 +307,6 @@ class ModuleState(Capturable):
             shard = grads.shard
             if shard is not None and shard.has_memory:
                 yield f"gradient shard of {unit}", shard.flat
-                for verdict in shard.verdicts(shard.params):
-                    yield f"non-finite flag of gradients of {unit}", verdict
             for what, buffer in grads.buffers().items():
                 yield f"{what} of {unit}", buffer
 

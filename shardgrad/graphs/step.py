@@ -300,7 +300,6 @@ class GraphedStep(Generic[_P, _R]):
         self.eager_steps += 1
         if is_told:
             self._warn(f"{self._without_graphs()}.")
-        self._seen.pop(self._before, None)
         self._seen[self._before] = redraws
         # Those that have a graph may be among them, so as many others are kept.
         if len(self._seen) > 2 * self._max_graphs:
@@ -386,7 +385,6 @@ class GraphedStep(Generic[_P, _R]):
             if first.has_eager_regions:
                 return self._replay(again, inputs)
             self.replays += 1
-            again.buffers.load(inputs)
             written = chain(first.reads.written(), again.reads.written())
             outputs, frozen, restore = frozen_values(
                 first.replay,
@@ -399,7 +397,6 @@ class GraphedStep(Generic[_P, _R]):
             )
             if frozen:
                 self._graphs.remove(again)
-                outputs = tree_map_only(torch.Tensor, torch.Tensor.clone, outputs)
                 again.reset()
                 if self._raises:
                     restore()

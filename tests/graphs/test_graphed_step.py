@@ -261,18 +261,6 @@ def test_what_a_graph_cannot_return_is_refused_with_its_place(step: Any, words: 
         shardgrad.graphed_step()(step)(torch.ones(2))
 
 
-def test_reset_begins_anew_and_close_ends() -> None:
-    _, step = training()
-    step(torch.ones(3, 4))
-    step.reset()
-    assert step.eager_steps == 0
-    step(torch.ones(3, 4))
-    step.close()
-    step.close()
-    with pytest.raises(shardgrad.errors.CaptureError, match="closed"):
-        step(torch.ones(3, 4))
-
-
 _ATTENTION = (
     SDPBackend.MATH,
     SDPBackend.FLASH_ATTENTION,

@@ -561,9 +561,9 @@ def test_the_function_runs_for_two_captures_and_for_no_later_call() -> None:
         return x * 2
 
     for _ in range(2):
-        for _ in range(7):
-            step(torch.ones(2, device=NAME))
-        assert runs == 1 + 2, "an eager call, and two captures"
+        for number in range(8):
+            step(torch.ones(2 + number % 2, device=NAME))
+        assert runs == 2 * (1 + 2), "for each shape an eager call, and two captures"
         step.reset()
         runs = 0
     step.close()
