@@ -53,7 +53,7 @@ class _Watched:
         owners: of the parameters it had when the rest was true; empty if that is to be looked up.
             A parameter that the program has assigned gets its owner in the next forward.
         groups: the param groups of its parameters.
-        state_id: the id of the state that is known to be this rank's own.
+        has_own_state: its state is known to be this rank's own; False once it has loaded another.
         concerns_unit: it has parameters that belong to a unit, or did.
         is_checked: its first step was checked.
         compare: ends the check of the step that runs.
@@ -62,11 +62,15 @@ class _Watched:
 
     owners: list[FSDPParam | None] = field(default_factory=list)
     groups: list[weakref.ref[ParamGroup]] = field(default_factory=list)
-    state_id: int = 0
+    has_own_state: bool = False
     concerns_unit: bool = False
     is_checked: bool = False
     compare: Callable[[Optimizer], bool] | None = None
     has_warned: bool = False
+
+    def loaded_state(self, _: Optimizer) -> None:
+        """Called after the optimizer has loaded a state."""
+        self.has_own_state = False
 
 
 _models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -106,9 +110,9 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 refuse_replaced_data(shard)
                 shard.look(is_captured=is_captured)
         refuse_unreduced(optimizer, groups)
-        if watched.state_id != id(optimizer.state):  # loaded
-            watched.state_id = id(optimizer.state)
+        if not watched.has_own_state:
             require_own_state(optimizer)
+            watched.has_own_state = True
     is_first = watched.concerns_unit and not (watched.is_checked or is_captured)
     watched.compare = check_first_step(optimizer) if is_first else None
 
@@ -126,7 +130,10 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _look_up(optimizer: Optimizer) -> _Watched:
-    watched = _watched.setdefault(optimizer, _Watched())
+    watched = _watched.get(optimizer)
+    if watched is None:
+        watched = _watched[optimizer] = _Watched()
+        optimizer.register_load_state_dict_post_hook(watched.loaded_state)
     params = list(params_of(optimizer))
     owners = list(map(managed_by, params))
     if watched.owners == owners:
@@ -135,5 +142,5 @@ def _look_up(optimizer: Optimizer) -> _Watched:
     if not watched.has_warned and any(group.mesh.data_parallel_size > 1 for group in groups):
         watched.has_warned = warn_of_unowned(optimizer, _models)
     watched.owners, watched.groups = owners, list(map(weakref.ref, groups))
-    watched.concerns_unit, watched.state_id = any(map(concerns_unit, params)), 0
+    watched.concerns_unit, watched.has_own_state = any(map(concerns_unit, params)), False
     return watched

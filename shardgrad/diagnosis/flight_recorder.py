@@ -105,7 +105,10 @@ class GroupLog:
                 if not may_stop or "Operation timed out!" not in str(error):
                     raise entry.failed(error) from error
             if recorder.verdict is not None and recorder.verdict[0] is entry:
-                raise recorder.verdict[1]
+                try:
+                    raise recorder.verdict[1]
+                finally:  # a raised error keeps frames alive, and their tensors
+                    recorder.verdict = None
         recorder.waits_in = None  # not if it raised: a diagnosis needs to know what failed
 
     @contextmanager

@@ -87,7 +87,7 @@ class Watchdog(threading.Thread):
         self._rank = rank
         self._world_size = world_size
         self._device = device
-        self._world: Callable[[], Any] = (lambda: None) if world is None else weakref.ref(world)
+        self._world = _default_group()
         self._training_thread = threading.get_ident()
         recorder.progress_s = time.monotonic()  # what came before it is not watched
         self._heard: dict[int, RankStatus | None] = {}  # the statuses that were last read
@@ -107,7 +107,7 @@ class Watchdog(threading.Thread):
     @property
     def is_current(self) -> bool:
         """True if the default process group is still the one that the watchdog was created for."""
-        return dist.group.WORLD is self._world()
+        return self._world == _default_group()
 
     def end(self, error: BaseException | None) -> None:
         """Ends the thread, which first tells ranks that may wait for this one that it has ended.
@@ -201,6 +201,13 @@ class Watchdog(threading.Thread):
     def _told(self, key: str) -> Any:
         """Returns the status under a key, or None."""
         return pickle.loads(self._store.get(key)) if self._store.check([key]) else None
+
+
+def _default_group() -> weakref.ref[Any] | None:
+    """Returns a reference to the default process group. One to a group that is gone equals no
+    other.
+    """
+    return None if dist.group.WORLD is None else weakref.ref(dist.group.WORLD)
 
 
 _current: Watchdog | None = None  # the watchdog of this process

@@ -77,10 +77,10 @@ def participate(model: nn.Module) -> Iterator[None]:
     here = context.participation = _Participation(context)
     try:
         yield
+        _join_rest(context, here)
     except BaseException:
         context.recover()
         raise
-    _join_rest(context, here)
 
 
 class _Participation:

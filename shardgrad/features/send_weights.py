@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from shardgrad.errors import CollectiveError, OptionError, OptionTypeError
 from shardgrad.features.export_table import ExportedParameter, export_table
@@ -293,6 +294,8 @@ def receive_weights(
         for place, arrived in zip(places, arriving, strict=True):
             if arrived is not place:
                 place.copy_(arrived)
+    # Collectives do not count as writes: autograd and the engine would use the former values.
+    increment_version(list(tensors.values()))
     device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
     senders = sorted({message.sender for message in mine})
     transfer(dist.isend, [_receipt(device) for _ in senders], senders)

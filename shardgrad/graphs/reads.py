@@ -42,7 +42,7 @@ from shardgrad.graphs.outputs import (
 )
 from shardgrad.graphs.pool import GraphPool
 
-__all__ = ["Reads"]
+__all__ = ["Reads", "groups_among"]
 
 _CDATA = attrgetter("_cdata")  # the C++ object, of which there may be several Python wrappers
 _DETACH = torch.ops.aten.detach.default
@@ -123,8 +123,9 @@ class Reads(TorchDispatchMode):
         tensors = list(plain_tensors(leaves))
         written = set(map(id, _written(func, args, kwargs)))
         is_captured = is_capturing(self._pool.device)
-        if "c10d" in func.namespace:
-            self.groups.update(_groups(leaves))
+        is_on_host = all(each.device.type == "cpu" for each in tensors)
+        if "c10d" in func.namespace and not is_on_host:  # else it is not part of the graph
+            self.groups.update(groups_among(leaves))
         if is_captured:
             for leaf in leaves:
                 self._require_given(leaf, func)
@@ -286,10 +287,8 @@ class Reads(TorchDispatchMode):
         return [*replaced, *freed]
 
 
-def _groups(leaves: Sequence[Any]) -> Iterator[dist.ProcessGroup]:
-    """Yields the process group among a collective's arguments, if any tensor is on a device."""
-    if all(leaf.device.type == "cpu" for leaf in leaves if isinstance(leaf, torch.Tensor)):
-        return
+def groups_among(leaves: Iterable[Any]) -> Iterator[dist.ProcessGroup]:
+    """Yields the process group among a collective's arguments."""
     for leaf in leaves:
         with suppress(RuntimeError):  # a string that names no group, or a ReduceOp
             if isinstance(leaf, str):  # of a functional collective

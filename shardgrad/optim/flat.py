@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import chain
@@ -201,7 +202,7 @@ class FlatOptimizer(Optimizer):
                 plain.append(PlainSegment(param, name))
             else:
                 sharded.setdefault(managed.group, []).append(managed)
-        self._refuse_two_engines(group, sharded)
+        self._refuse_two_engines(group)
         return [
             *(ShardedSegment(g, members) for g, members in sharded.items()),
             *plain,
@@ -228,7 +229,7 @@ class FlatOptimizer(Optimizer):
                 "pass model.parameters() after fully_shard",
             )
 
-    def _refuse_two_engines(self, group: OptimGroup, sharded: Mapping[ParamGroup, Any]) -> None:
+    def _refuse_two_engines(self, group: OptimGroup) -> None:
         everything = [*(p for g in self.param_groups for p in g["params"]), *group["params"]]
         foreign = [p for p in everything if isinstance(p, DTensor) and managed_by(p) is None]
         if foreign and len(foreign) < sum(isinstance(p, DTensor) for p in everything):
@@ -317,13 +318,15 @@ class FlatOptimizer(Optimizer):
         edited = {}
         for number, param in enumerate(allocated):
             entry, public = self._entries[param], self.state.get(param, {})
-            if public.keys() != entry.keys() or any(public[key] is not entry[key] for key in entry):
-                edited[param] = list(copies_into(number, entry, public))
+            # What is no tensor is the program's own, as in torch.
+            given = {k: v for k, v in public.items() if k in entry or isinstance(v, torch.Tensor)}
+            if given.keys() != entry.keys() or any(given[key] is not entry[key] for key in entry):
+                edited[param] = list(copies_into(number, entry, given))
         with torch.no_grad():
             for into, value in chain.from_iterable(edited.values()):
                 into.copy_(value)
         for param in edited:
-            self.state[param] = dict(self._entries[param])
+            self.state[param] = {**self.state.get(param, {}), **self._entries[param]}
         self._contents = Contents(self.param_groups, self.state)
 
     # -- state
@@ -392,10 +395,13 @@ class FlatOptimizer(Optimizer):
                 self._require_data(segment)
         load_state(
             self.param_groups,  # type: ignore[arg-type]
-            self.state,
+            self._entries,
             state_dict,
             ignored=self.torch_keys,
         )
+        # Entries of the program's own, which torch loads, too.
+        numbers = {number for group in state_dict["param_groups"] for number in group["params"]}
+        self.state |= {k: v for k, v in state_dict["state"].items() if k not in numbers}
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -438,14 +444,20 @@ class FlatOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """See `torch.optim.Optimizer.state_dict`. If states are on the host, waits for their
-        copies.
+        copies. Has no state of parameters whose group was removed, for which torch raises.
 
         Raises:
             AsleepError: after `offload`.
         """
         self._require_here()
         self._wait_for_host_states()
-        return super().state_dict()
+        state, present = self.state, {p for group in self.param_groups for p in group["params"]}
+        gone = self._entries.keys() - present
+        self.state = defaultdict(dict, {k: entry for k, entry in state.items() if k not in gone})
+        try:
+            return super().state_dict()
+        finally:
+            self.state = state
 
     def _require_here(self) -> None:
         if self._away:

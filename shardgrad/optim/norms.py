@@ -155,7 +155,7 @@ def _local_sums(gradients: Gradients, norm_type: float) -> _Sums:
     for grad in gradients.plain:
         groups: tuple[dist.ProcessGroup, ...] = ()
         if isinstance(grad, DTensor):
-            groups = _sharding_groups(grad)
+            groups = groups_cut_over(grad.device_mesh, grad.placements)
             grad = grad.to_local()
         if grad.layout is not torch.strided:
             raise GradientError(
@@ -214,18 +214,6 @@ def _table_of_one(numel: int, device: torch.device) -> tuple[torch.Tensor, int]:
     with torch.inference_mode(mode=False):
         rows, tiles = ops.segment_rows([(0, 0, 0, numel, 0, 0)])
         return rows.to(device), tiles
-
-
-def _sharding_groups(grad: DTensor) -> tuple[dist.ProcessGroup, ...]:
-    """Returns the process groups over which another library's DTensor is sharded."""
-    if any(placement.is_partial() for placement in grad.placements):
-        raise GradientError(
-            "a gradient is a partial sum",
-            expected="a DTensor that is sharded or replicated",
-            got=f"placements {grad.placements}",
-            fix="grad.redistribute(...) before clipping",
-        )
-    return groups_cut_over(grad.device_mesh, grad.placements)
 
 
 def _over_ranks(sums: _Sums, norm_type: float) -> torch.Tensor:

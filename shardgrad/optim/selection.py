@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param_group import FSDPParam, ParamGroup, fsdp_param_of, is_replaced
@@ -85,8 +86,20 @@ def gradients_of(group: ParamGroup, params: Iterable[torch.Tensor]) -> GradShard
 
 
 def plain_gradient(param: torch.Tensor) -> torch.Tensor | None:
-    """Returns the gradient of a parameter that no unit shards: `.grad`, else `.decoupled_grad`."""
-    return param.grad if param.grad is not None else getattr(param, "decoupled_grad", None)
+    """Returns the gradient of a parameter that no unit shards: `.grad`, else `.decoupled_grad`.
+
+    The gradient of another library's DTensor may be a partial sum, or sharded otherwise. It is then
+    replaced by one that is sharded like the parameter: a collective.
+    """
+    for attribute in ("grad", "decoupled_grad"):
+        grad: torch.Tensor | None = getattr(param, attribute, None)
+        if grad is not None:
+            placements = getattr(param, "placements", ())
+            if isinstance(grad, DTensor) and grad.placements != placements:
+                grad = grad.redistribute(placements=placements)
+                setattr(param, attribute, grad)
+            return grad
+    return None
 
 
 def select(params: Iterable[torch.Tensor]) -> Gradients:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -130,13 +130,17 @@ class SGD(FlatOptimizer):
         moments = ("momentum_buffer",) if group["momentum"] else ()
         return self._precision.dtypes(segment.dtype, moments)
 
+    def guards(self) -> Hashable:
+        """See `FlatOptimizer`. Without momentum, the buffer and the dampening have no effect."""
+        return super().guards(), *[bool(group["momentum"]) for group in self.param_groups]
+
     def update(self, update: Update) -> None:
         """See `ops.sgd_`."""
-        launch = update.launch
+        launch, options = update.launch, update.segment.options
         ops.sgd_(
             launch.param,
             launch.grad,
-            update.state.get("momentum_buffer"),
-            nesterov=update.segment.options["nesterov"],
+            update.state.get("momentum_buffer") if options["momentum"] else None,
+            nesterov=options["nesterov"],
             **update.arguments(self._precision),
         )

@@ -30,7 +30,7 @@ def load_state(
 
     Args:
         groups: the optimizer's `param_groups`.
-        state: the optimizer's `state`, complete.
+        state: the optimizer's own entries of `state`, by parameter.
         state_dict: the state to load.
         ignored: keys of groups that are checked but not loaded.
 

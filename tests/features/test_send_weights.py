@@ -132,6 +132,7 @@ def train_and_send(
             assert said == [1] * len(senders)  # a byte, that all is there
             for name, t in shard_of_receiver(from_rank_0(), place, len(receivers)).items():
                 assert torch.equal(tensors[name], t.to(wire).float()), name
+        assert all(t._version for t in tensors.values())
         assert addresses == {name: t.data_ptr() for name, t in tensors.items()}
         own = sum(t.numel() * wire.itemsize for t in tensors.values())
         received = [m.nbytes for m in plan.messages if m.receiver == rank]

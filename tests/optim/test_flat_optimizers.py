@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 import shardgrad
 from shardgrad import ops
@@ -288,3 +289,15 @@ def test_what_is_no_longer_as_it_was_sharded_is_refused_before_anything_changes(
     change(model)
     with unchanged([*model.parameters(), *states]), pytest.raises(error, match=words):
         optim.step()
+
+
+@on_ranks(2)
+def test_a_partial_sum_that_another_library_leaves_is_completed_first() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    ends = []
+    for kind in (SGD, torch.optim.SGD):
+        weight = nn.Parameter(distribute_tensor(torch.ones(3), mesh, [Replicate()]))
+        weight.grad = DTensor.from_local(torch.ones(3) + dist.get_rank(), mesh, [Partial()])
+        kind([weight], lr=0.1).step()
+        ends.append(weight.to_local())
+    assert torch.equal(*ends)

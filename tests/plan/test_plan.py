@@ -10,8 +10,10 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from click.testing import CliRunner, Result
 from torch import nn
+from torch.distributed._functional_collectives import all_reduce
 
 from shardgrad.programs.cli import main
 from shardgrad.programs.plan.cost import CostModel, compute_s, model_flops, nodes_of
@@ -298,10 +300,13 @@ def branches() -> tuple[nn.Module, object]:
 def two_layers() -> tuple[nn.Module, object]:
     def loss(model: nn.Module, batch_size: int, seq_len: int) -> torch.Tensor:
         total: torch.Tensor = model(torch.zeros(batch_size, 4)).mean()
-        torch.distributed.all_reduce(total.detach().clone())
-        return total
+        return all_reduce(total, "sum", dist.group.WORLD)
 
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), loss
+
+
+def gives_a_vector() -> tuple[nn.Module, object]:
+    return nn.Linear(2, 2), lambda model, batch_size, seq_len: model.weight
 
 
 def test_a_model_of_ones_own_is_planned() -> None:
@@ -319,6 +324,7 @@ def test_a_model_of_ones_own_is_planned() -> None:
         (f"{__name__}:fails", "cannot be built with fake tensors"),
         (f"{__name__}:reads_values", "reads a tensor's value"),
         (f"{__name__}:branches", "values"),
+        (f"{__name__}:gives_a_vector", "return the mean loss"),
         (f"{__name__}:with_scalar", "has no loss"),
         (f"{__name__}:without_parameters", "without trainable parameters"),
     ],

@@ -140,6 +140,11 @@ class _Trainer:
             self._model.set_requires_gradient_sync(is_last or not request.no_sync)
             recorder.phase = "forward"
             loss = self._loss(request.batch_size, request.seq_len)
+            if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad):
+                raise UsageError(
+                    f"The loss of {request.name} is not a tensor with one element that requires a "
+                    "gradient: return the mean loss."
+                )
             recorder.phase = "backward"
             loss.backward()
             del loss

@@ -32,6 +32,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from shardgrad.graphs.reads import groups_among
 from shardgrad.programs.plan.recording import Kernel, Recorder, Transfer
 from shardgrad.programs.train.failure import TrainingError
 
@@ -45,6 +46,7 @@ _NO_KERNEL = {
     "new_empty_strided",
     "resize_",
     "set_",
+    "wait_tensor",
 }
 # These read as many bytes of their first operand as they return.
 _LOOK_UPS = {"embedding", "index_select", "gather", "index", "nll_loss_forward"}
@@ -53,11 +55,17 @@ _UNREAD = {*_LOOK_UPS, "copy_", "zero_", "fill_"}
 # These return nothing, and read and write the arguments at these positions. The engine's other
 # operators return nothing either, but do not read what they write.
 _UPDATES = {"adam_": (0, 2, 3, 4)}
+# Collectives of c10d, and the functional ones, which tensor parallelism uses.
 _KINDS = {
     "_allgather_base_": "all-gather",
     "_reduce_scatter_base_": "reduce-scatter",
     "allreduce_": "all-reduce",
     "alltoall_base_": "exchange",
+    "all_gather_into_tensor": "all-gather",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "all_reduce": "all-reduce",
+    "all_reduce_": "all-reduce",
+    "all_to_all_single": "exchange",
 }
 _HALVES = {torch.bfloat16, torch.float16}
 
@@ -159,7 +167,9 @@ class _Observer(TorchDispatchMode):
                 recorder.memory.saw(
                     tensor.untyped_storage(), stream=recorder.stream, phase=recorder.phase
                 )
-        if func._overloadpacket.__name__ not in _NO_KERNEL:
+        if func.namespace == "_c10d_functional":
+            self._transfer(func, (*args, result))
+        elif func._overloadpacket.__name__ not in _NO_KERNEL:
             recorder.events.append(self._kernel(func, args, kwargs, inputs, result))
         return result
 
@@ -203,11 +213,9 @@ class _Observer(TorchDispatchMode):
         kind = _KINDS.get(func._overloadpacket.__name__)
         if kind is None:
             return
-        group = next(
-            dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject)
-        )
+        group = next(groups_among(args))
         # The size of the larger one of input and output, which is the unsharded message.
-        nbytes = max(sum(map(_nbytes, _tensors((arg,)))) for arg in args[:2])
+        nbytes = max(sum(map(_nbytes, _tensors((arg,)))) for arg in args)
         axis = recorder.axes.get(group.group_name, "both")  # of HFSDP's, or one that the model made
         recorder.events.append(Transfer(recorder.stream, kind, axis, group.size(), nbytes))
 

@@ -65,11 +65,14 @@ def shard_in_order(
         wrap: returns what takes the place of a block, with unsharded parameters.
         arguments: of `fully_shard`.
     """
-    for name, block in list(blocks.named_children()):
-        fill(block)
-        block = wrap(block)
-        blocks.register_module(name, block)
-        fully_shard(block, **arguments)
+    wrapped: dict[nn.Module, nn.Module] = {}  # a block may be listed twice
+    for name, block in blocks._modules.items():
+        if block is None:
+            continue
+        if block not in wrapped:
+            fill(block)
+            wrapped[block] = fully_shard(wrap(block), **arguments)
+        blocks.register_module(name, wrapped[block])
     # In the root's unit an embedding and a head would be unsharded from the first layer to the end
     # of backward, and the head's gradients reduced after those of all blocks.
     for part in (*map(model.get_submodule, ends), model):
