@@ -20,6 +20,8 @@ from benchmarks.measure import cost_of, interleaved, samples_of, spread, summari
 from benchmarks.run import Run, option
 from shardgrad import ops
 from shardgrad.ops import movement, norm, update
+from shardgrad.ops.norm import NORM_SCRATCH_NUMEL
+from shardgrad.ops.segments import segment_rows
 from shardgrad.programs.train.model import Block
 from shardgrad.programs.train.presets import PRESETS
 from shardgrad.sharding.layout import ShardLayout, alignment_numel
@@ -164,7 +166,7 @@ def _segment(sizes: Sequence[int]) -> tuple[list[Tensor], list[object]]:
     """Returns, for `sizes` laid out without gaps: steps and ticket; touched, table and tiles."""
     offsets = itertools.accumulate(sizes, initial=0)
     pieces = [(at, at, at, n, i, i) for i, (at, n) in enumerate(zip(offsets, sizes, strict=False))]
-    rows, tiles = ops.segment_rows(pieces)
+    rows, tiles = segment_rows(pieces)
     counters = [torch.zeros(len(sizes)), torch.zeros(1, dtype=torch.int32)]
     return counters, [torch.ones(len(sizes)), rows.to(counters[0].device), tiles]
 
@@ -204,7 +206,7 @@ def _sgd(name: str, sizes: Sequence[int]) -> Case:
 
 def _norm(name: str, sizes: Sequence[int], dtype: torch.dtype) -> Case:
     flat, out = torch.ones(sum(sizes), dtype=dtype), torch.zeros(2, dtype=torch.float64)
-    scratch = torch.zeros(ops.NORM_SCRATCH_NUMEL, dtype=torch.float64)
+    scratch = torch.zeros(NORM_SCRATCH_NUMEL, dtype=torch.float64)
     args = (out, scratch, flat, *_segment(sizes)[1], 2.0)
     theirs = partial(torch.nn.utils.get_total_norm, list(flat.split(list(sizes))))
     return _case(name, "norm_", args, flat.nbytes, torch=theirs)

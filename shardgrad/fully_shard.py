@@ -55,8 +55,6 @@ from shardgrad.sharding.param_sharding import ParamSharding, shardings_of
 from shardgrad.sharding.shardable import require_one_device, travels_as_bytes
 from shardgrad.sharding.zero_stage import Stage
 
-__all__ = ["fully_shard"]
-
 _ModuleT = TypeVar("_ModuleT", bound=nn.Module)
 _ModulesT = TypeVar("_ModulesT", nn.Module, list[nn.Module])
 

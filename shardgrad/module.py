@@ -31,13 +31,6 @@ from shardgrad.errors import (
 )
 from shardgrad.policies import GradientReductionHandle
 
-__all__ = [
-    "FSDPModule",
-    "register_fsdp_forward_method",
-    "share_comm_ctx",
-    "swap_class",
-]
-
 _sharded_classes: dict[type, type] = {}
 
 

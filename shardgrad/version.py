@@ -6,8 +6,6 @@ import hashlib
 from functools import cache
 from pathlib import Path
 
-__all__ = ["__version__", "commit", "described", "digest_of_sources"]
-
 __version__ = "0.1.0.dev0"  # of a release: without .dev0, as in pyproject.toml
 
 _PACKAGE = Path(__file__).parent

@@ -20,8 +20,6 @@ from shardgrad.sharding.param_sharding import ParamSharding
 from shardgrad.sharding.shardable import DTYPES, travels_as_bytes
 from shardgrad.sharding.zero_stage import Stage
 
-__all__ = ["refuse_combinations", "refuse_two_levels", "refuse_wrong_types"]
-
 # Fields of torch's policies; older torch does not have all of them.
 _KNOWN = {
     "param_dtype",

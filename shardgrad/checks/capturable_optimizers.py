@@ -26,8 +26,6 @@ from shardgrad.checks.untrained_params import params_of
 from shardgrad.engine.param_group import managed_by
 from shardgrad.errors import CaptureError
 
-__all__ = ["refuse_uncapturable_step"]
-
 _READS_HOST: tuple[tuple[type[Optimizer], str], ...] = (
     (optim.LBFGS, "it reads losses and directions on the host to choose the step length"),
     (optim.Adafactor, "it reads norms and step counts on the host"),

@@ -23,8 +23,6 @@ from shardgrad.engine.param_group import ParamGroup, managed_by
 from shardgrad.errors import GradientError, listed
 from shardgrad.sharding.dtensor import require_own_shards
 
-__all__ = ["refuse_hooks", "refuse_replaced_data", "refuse_unreduced", "require_own_state"]
-
 
 def refuse_unreduced(optimizer: Optimizer, groups: Iterable[ParamGroup]) -> None:
     """Refuses a step after a backward that did not reduce gradients.

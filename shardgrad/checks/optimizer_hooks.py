@@ -42,8 +42,6 @@ from shardgrad.engine.param_group import FSDPParam, ParamGroup, managed_by
 from shardgrad.engine.streams import is_capturing
 from shardgrad.engine.tracing import outside_graphs
 
-__all__ = ["watch_optimizers_of"]
-
 
 @dataclass
 class _Watched:

@@ -13,8 +13,6 @@ from math import prod
 
 from shardgrad.sharding.layout import Piece, ShardLayout
 
-__all__ = ["PaddingWarning", "warn_of_padding"]
-
 _WORTH_TELLING_NBYTES = 2**20
 _MOST, _GOOD = 2.0, 1.1
 

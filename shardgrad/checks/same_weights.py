@@ -22,8 +22,6 @@ from shardgrad.diagnosis.same_lines import largest, require_same_lines
 from shardgrad.engine.param_group import FSDPParam, local_of
 from shardgrad.engine.unit import Unit
 
-__all__ = ["compare_weights", "noting_weights"]
-
 # Less than any other checksum, so that the largest is another rank's.
 _ROWLESS = torch.iinfo(torch.int64).min
 

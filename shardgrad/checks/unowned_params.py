@@ -32,8 +32,6 @@ from shardgrad.engine.param_group import IGNORED, is_replaced, is_unsharded_para
 from shardgrad.engine.unit import Unit, units_under
 from shardgrad.errors import UnownedParameterError, listed
 
-__all__ = ["UnownedParameterWarning", "UnownedParams", "note_ignored", "warn_of_unowned"]
-
 _Register = dict[str, nn.Parameter | None]
 _Slot = tuple[_Register, str]
 

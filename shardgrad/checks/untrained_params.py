@@ -29,13 +29,6 @@ from shardgrad.engine.param_group import (
 )
 from shardgrad.errors import OptimizerParameterError, listed
 
-__all__ = [
-    "UntrainedParameterWarning",
-    "check_first_step",
-    "concerns_unit",
-    "params_of",
-]
-
 _SAMPLE_NUMEL = 4096
 _ROUNDING = 8 * torch.finfo(torch.float32).eps
 

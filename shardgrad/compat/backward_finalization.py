@@ -16,8 +16,6 @@ from shardgrad.engine.unit import RootContext, Unit
 from shardgrad.errors import BackwardFinalizationError, RootError
 from shardgrad.policies import GradientReductionHandle
 
-__all__ = ["end_backward", "finalize", "require_root", "set_is_last_backward", "set_manual"]
-
 # For each root in this mode, the last value of `set_is_last_backward`, which applies again
 # afterwards.
 _manual: WeakKeyDictionary[RootContext, bool] = WeakKeyDictionary()

@@ -27,8 +27,6 @@ from shardgrad.engine.param_group import FSDPParam, ParamGroup
 from shardgrad.engine.unit import Unit
 from shardgrad.errors import unsupported
 
-__all__ = ["StateView", "show_to_torch", "state_of"]
-
 
 class _ParamView:
     """Stands for FSDP2's `FSDPParam`."""

@@ -26,7 +26,6 @@ from shardgrad.errors import CollectiveError
 if TYPE_CHECKING:  # programs that only read records do not need torch
     import torch.distributed as dist
 
-__all__ = ["FIX", "Entry", "FlightRecorder", "GroupLog", "recorder"]
 
 FIX = (
     "if ranks run different units on purpose, or have no batch, wrap the step in `with "

@@ -16,8 +16,6 @@ from shardgrad.diagnosis.flight_recorder import FlightRecorder
 from shardgrad.diagnosis.thread_stacks import program_call
 from shardgrad.errors import listed
 
-__all__ = ["Diagnosis", "RankStatus", "diagnose", "rank_status"]
-
 _NAMED = 8  # a sentence lists at most this many ranks
 
 

@@ -16,8 +16,6 @@ import torch.distributed as dist
 from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.errors import RankDisagreementError
 
-__all__ = ["largest", "require_same_lines"]
-
 
 def require_same_lines(
     lines: Sequence[str],

@@ -16,8 +16,6 @@ from traceback import FrameSummary, StackSummary, walk_stack
 
 import torch
 
-__all__ = ["calls_of_thread", "passes_collective", "program_call"]
-
 _OURS = str(Path(__file__).parents[1]) + "/"
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _COLLECTIVES = (_TORCH + "distributed/", _OURS + "diagnosis/", _OURS + "engine/transports.py")

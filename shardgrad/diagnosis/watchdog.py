@@ -42,8 +42,6 @@ from shardgrad.diagnosis.rank_status import Diagnosis, RankStatus, diagnose, ran
 from shardgrad.diagnosis.thread_stacks import calls_of_thread, passes_collective
 from shardgrad.errors import CollectiveError
 
-__all__ = ["WaitingRanksWarning", "Watchdog", "watch_ranks"]
-
 STALL_S = 10.0
 PERIOD_S = 0.5
 _TOLD_PER_S = 512.0  # statuses per second of all ranks together; one host serves the store

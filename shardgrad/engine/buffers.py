@@ -33,8 +33,6 @@ import torch
 from shardgrad.engine.streams import Stream, Streams
 from shardgrad.sharding.layout import TAG_NUMEL
 
-__all__ = ["Allocate", "Chunks", "Holder", "PieceSize", "RecurringMemory", "Slot", "SlotRing"]
-
 # Allocates a number of bytes on a device, as a 1-D tensor of uint8.
 Allocate = Callable[[int, torch.device], torch.Tensor]
 

@@ -15,8 +15,6 @@ from torch import nn
 from shardgrad.engine.param_group import ParamState
 from shardgrad.engine.unit import Arguments, Unit, graph_task
 
-__all__ = ["forward_around", "like_forward"]
-
 
 def forward_around(module: nn.Module, unit: Unit, reader: nn.Module | None = None) -> None:
     """Makes a call of `reader` outside the forward of its unit unshard and reshard as forward does.

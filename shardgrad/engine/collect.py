@@ -25,16 +25,6 @@ from shardgrad.errors import (
 )
 from shardgrad.sharding.shardable import require_shardable
 
-__all__ = [
-    "collect",
-    "modules_under",
-    "params_under",
-    "refuse_unresolved_ties",
-    "tied_under",
-    "validated",
-]
-
-
 # torch's own classes, and alternatives. A sharded module is an instance of `FSDPModule` too.
 _ENGINES: dict[type[Any], tuple[str, str]] = {
     DistributedDataParallel: (

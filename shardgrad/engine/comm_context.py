@@ -18,8 +18,6 @@ from shardgrad.engine.buffers import Allocate, Chunks, SlotRing
 from shardgrad.engine.streams import AcceleratorStreams, Stream, Streams, streams_for
 from shardgrad.engine.transports import MessageTag, Transport, Work, transport_for
 
-__all__ = ["CollectiveConfig", "CommContext", "Route", "SecondStep"]
-
 
 class CommContext:
     """Streams, staging and transports of a root and its units.

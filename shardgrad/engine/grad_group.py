@@ -57,14 +57,6 @@ from shardgrad.engine.tracing import NOTHING, outside_graphs, span
 from shardgrad.errors import CaptureError, GradientError, listed
 from shardgrad.policies import REDUCES_IN_GRAD_DTYPE
 
-__all__ = [
-    "SWITCHES",
-    "GradGroup",
-    "GradState",
-    "ReductionScheduler",
-    "ReductionSettings",
-]
-
 # Tails of chunks, which similar groups share.
 _tails: WeakValueDictionary[object, torch.Tensor] = WeakValueDictionary()
 

@@ -68,8 +68,6 @@ from shardgrad.sharding.dtensor import dtensor_like, in_own_storage, storages_of
 from shardgrad.sharding.layout import ShardLayout
 from shardgrad.sharding.param_sharding import groups_cut_over
 
-__all__ = ["GradMemory", "GradShard", "HostState"]
-
 # The `.grad` of a parameter: OWN (its gradient in the shard), None, or an assigned tensor.
 OWN = True
 Bound = bool | torch.Tensor | None

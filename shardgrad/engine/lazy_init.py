@@ -14,8 +14,6 @@ from shardgrad.engine.unit import RootContext, Unit, units_under
 from shardgrad.errors import RootError
 from shardgrad.sharding.mesh import DataParallelMesh
 
-__all__ = ["lazy_init"]
-
 _reserved = 0  # numbers that groups of this process have
 
 

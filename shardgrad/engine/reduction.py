@@ -23,8 +23,6 @@ from shardgrad.engine.transports import MessageTag, Work
 from shardgrad.errors import CollectiveError
 from shardgrad.sharding.layout import ShardLayout
 
-__all__ = ["PartialSum", "ReduceRoute", "Reduction"]
-
 _NOTHING = torch.empty(0)
 _NO_ROOM = Chunks(_NOTHING, 0)
 

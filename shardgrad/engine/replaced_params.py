@@ -31,8 +31,6 @@ from shardgrad.errors import (
     listed,
 )
 
-__all__ = ["adopt", "adopt_given", "kept_places", "refuse_late_extensions", "require_data"]
-
 
 def adopt(group: ParamGroup) -> None:
     """Takes over the parameters that a sharded group's modules now register.

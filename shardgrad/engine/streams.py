@@ -20,17 +20,6 @@ import torch
 
 from shardgrad.engine.tracing import NOTHING
 
-__all__ = [
-    "AcceleratorStreams",
-    "Stream",
-    "StreamEvent",
-    "Streams",
-    "is_capturing",
-    "keep_for_current_stream",
-    "streams_for",
-    "wait_for_device",
-]
-
 # A stream is opaque to the engine: torch.Stream, or None where the device has none.
 Stream = torch.Stream | None
 

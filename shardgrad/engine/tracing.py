@@ -14,8 +14,6 @@ from torch._C._dynamo.eval_frame import (
 )
 from torch.autograd import profiler
 
-__all__ = ["NOTHING", "outside_graphs", "span"]
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 NOTHING: AbstractContextManager[None] = nullcontext()  # a no-op context

@@ -34,21 +34,6 @@ from shardgrad.engine.tracing import NOTHING
 from shardgrad.errors import DesyncError, unsupported
 from shardgrad.sharding.layout import TAG_NUMEL
 
-__all__ = [
-    "ExchangeTransport",
-    "LocalTransport",
-    "MessageTag",
-    "NcclTransport",
-    "PairTransport",
-    "PendingWork",
-    "StreamTransport",
-    "Transport",
-    "Work",
-    "backend_for",
-    "transport_for",
-]
-
-
 # torch 2.13 introduced these names; the old ones warn since then.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)

@@ -51,16 +51,6 @@ from shardgrad.engine.tracing import NOTHING, outside_graphs, span
 from shardgrad.errors import AsleepError, UnsupportedError
 from shardgrad.sharding.mesh import DataParallelMesh
 
-__all__ = [
-    "UNIT",
-    "Arguments",
-    "RootContext",
-    "Unit",
-    "graph_task",
-    "unit_of",
-    "units_under",
-]
-
 # The attribute of a module that holds its unit.
 UNIT = "_shardgrad_unit"
 

@@ -24,18 +24,6 @@ from shardgrad.engine.transports import MessageTag, StreamTransport, Work
 from shardgrad.engine.unit import Unit
 from shardgrad.errors import CustomCommError, unsupported
 
-__all__ = [
-    "CustomCollectives",
-    "collectives_of",
-    "memory_of_process_group",
-    "require_torchs",
-    "separate_reductions",
-    "set_collectives",
-    "stage_in_memory_of_process_group",
-    "stage_in_symmetric_memory",
-    "symmetric_memory",
-]
-
 
 def memory_of_process_group(group: dist.ProcessGroup) -> Allocate:
     """Returns the allocator of a group's staging memory: the backend's, or torch's if the backend

@@ -19,8 +19,6 @@ from shardgrad.engine.param_group import UNSHARDED, FSDPParam, fsdp_param_of, lo
 from shardgrad.errors import MetaParameterError, UnsupportedParameterError
 from shardgrad.features.root_of import root_of
 
-__all__ = ["ExportedParameter", "export_table"]
-
 # Prefixes that wrappers add to names. Names in checkpoints and of receivers do not have them.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
@@ -126,8 +124,7 @@ def _row(
     holders: Mapping[tuple[int, int], tuple[int, ...]],
     local: torch.Tensor,
 ) -> ExportedParameter:
-    address = 0 if local.device.type == "meta" else local.data_ptr()
-    nbytes = local.numel() * local.itemsize
+    address, nbytes = local.data_ptr(), local.nbytes
     return ExportedParameter(local.dtype, shape, dim, rows, address, nbytes, holders, local)
 
 

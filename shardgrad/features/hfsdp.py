@@ -29,8 +29,6 @@ from shardgrad.engine.transports import MessageTag, Transport, Work
 from shardgrad.features.offload import OffloadedGather
 from shardgrad.sharding.mesh import DataParallelMesh, TwoLevels
 
-__all__ = ["HfsdpGather", "OffloadedHfsdpGather", "OuterReduceScatter"]
-
 
 class HfsdpGather(AllGather):
     """The all-gather of a group over both axes. Its inner shard has the chunks of the outer ranks

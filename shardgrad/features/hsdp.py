@@ -9,8 +9,6 @@ from shardgrad.engine.buffers import Chunks
 from shardgrad.engine.comm_context import CommContext, SecondStep
 from shardgrad.engine.transports import MessageTag, Work
 
-__all__ = ["ReplicaAllReduce"]
-
 
 class ReplicaAllReduce(SecondStep):
     """HSDP's second step: an all-reduce over the replicas, in place and in the order of chunks."""

@@ -7,8 +7,6 @@ import torch
 from shardgrad.engine.buffers import Chunks
 from shardgrad.engine.param_group import AllGather
 
-__all__ = ["OffloadedGather"]
-
 
 class OffloadedGather(AllGather):
     """A shard in host memory, copied to the device for each all-gather, and cast there."""

@@ -21,13 +21,6 @@ from shardgrad.engine.param_group import ParamGroup
 from shardgrad.errors import OptionError, UnsupportedParameterError
 from shardgrad.policies import GradientPolicy, ParamDtypes
 
-__all__ = [
-    "dtypes_of",
-    "keep_grad_dtypes",
-    "refuse_late_grad_dtypes",
-    "without_override",
-]
-
 _OVERRIDE = "param_dtype_override_fn"
 
 

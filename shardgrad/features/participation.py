@@ -30,8 +30,6 @@ from shardgrad.engine.lazy_init import lazy_init
 from shardgrad.engine.unit import RootContext, Unit, graph_task, unit_of
 from shardgrad.errors import ParticipationError
 
-__all__ = ["participate"]
-
 
 @contextmanager
 def participate(model: nn.Module) -> Iterator[None]:

@@ -26,8 +26,6 @@ from shardgrad.sharding.layout import ShardLayout
 from shardgrad.sharding.mesh import DataParallelMesh
 from shardgrad.sharding.param_sharding import sharding_of
 
-__all__ = ["PostForwardGroup"]
-
 
 @dataclass(eq=False)
 class PostForwardGather(AllGather):

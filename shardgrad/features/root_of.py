@@ -8,8 +8,6 @@ from shardgrad.engine.lazy_init import lazy_init
 from shardgrad.engine.unit import RootContext, unit_of
 from shardgrad.errors import RootError
 
-__all__ = ["root_of"]
-
 
 def root_of(model: nn.Module, call: str) -> RootContext:
     """Returns the context of a root. Before the root's first forward, this is a collective.

@@ -27,8 +27,6 @@ from torch.autograd.graph import increment_version
 from shardgrad.errors import CollectiveError, OptionError, OptionTypeError
 from shardgrad.features.export_table import ExportedParameter, export_table
 
-__all__ = ["Cut", "Message", "WeightPlan", "plan_weights", "receive_weights", "send_weights"]
-
 # Limit of the bytes in flight from or to a rank, unless a single message is larger.
 BATCH_NBYTES = 1 << 26
 

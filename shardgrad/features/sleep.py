@@ -22,8 +22,6 @@ from shardgrad.errors import OptionError
 from shardgrad.features.root_of import root_of
 from shardgrad.ops.virtual_memory import bring_back, give_back, is_virtual, require_virtual
 
-__all__ = ["sleep", "wake"]
-
 
 class Sleeper(Protocol):
     """An optimizer of `shardgrad.optim`, or a `GraphPool`."""

@@ -38,8 +38,6 @@ from shardgrad.sharding.layout import ALIGNMENT_NBYTES, TAG_NUMEL
 from shardgrad.sharding.mesh import DataParallelMesh
 from shardgrad.sharding.offload import ShardMemory
 
-__all__ = ["ExtensionGroup", "require_extension"]
-
 # The dtype of a chunk of bytes. int8 and not uint8, since an exchange marks labels that have not
 # arrived with -1.
 _BYTE = torch.int8

@@ -34,16 +34,6 @@ from shardgrad.features.hsdp import ReplicaAllReduce
 from shardgrad.sharding.layout import ALIGNMENT_NBYTES
 from shardgrad.sharding.mesh import DataParallelMesh, TwoLevels
 
-__all__ = [
-    "OuterExchange",
-    "ReplicaExchange",
-    "exchange_gradients",
-    "exchange_over",
-    "refuse_own_reduce_scatter",
-    "refuse_too_many_ranks",
-]
-
-
 # -- what is refused
 
 

@@ -22,8 +22,6 @@ from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.engine.streams import is_capturing
 from shardgrad.engine.unit import Unit, units_under
 
-__all__ = ["StageAuto", "stay_unsharded"]
-
 _MARGIN = 0.12  # of the device, for fragmentation and what NCCL takes later, as in plans
 
 

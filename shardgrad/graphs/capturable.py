@@ -27,16 +27,6 @@ from shardgrad.errors import OptionError
 from shardgrad.graphs.closed_over import address_of
 from shardgrad.graphs.outputs import host_value, plain_tensors
 
-__all__ = [
-    "Capturable",
-    "CaptureAgain",
-    "OptimizerState",
-    "capturable",
-    "difference",
-    "host_snapshot",
-    "nothing",
-]
-
 _NUMBERS = (bool, int, float, str, type(None))
 
 

@@ -24,8 +24,6 @@ from shardgrad.graphs.pool import DeviceGraph, GraphPool
 from shardgrad.graphs.reads import Reads
 from shardgrad.graphs.recomputation import Redraws
 
-__all__ = ["CapturedStep", "Key"]
-
 Key = tuple[tuple[Any, ...], tuple[Hashable, ...]]  # the input key, and the guards
 
 

@@ -34,8 +34,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from shardgrad.graphs.outputs import host_value, plain_tensors
 from shardgrad.graphs.program_line import is_of_the_program
 
-__all__ = ["Place", "address_of", "changed_numbers", "closed_over"]
-
 _MOST_PARTS = 1_000  # limit of attributes or elements followed in one object
 _MOST_WAYS = 4  # limit of ways on which the parts of one object are followed
 _MOST_OBJECTS = 20_000  # limit of objects visited in one search

@@ -27,8 +27,6 @@ from shardgrad.graphs.outputs import plain_tensors, storage_of, storages_of
 from shardgrad.ops.library import has_kernels
 from shardgrad.ops.virtual_memory import virtual_zeros
 
-__all__ = ["frozen_values"]
-
 _PIECE_NBYTES = 2**24
 _ALIGNMENT = 512  # bytes between the beginnings of copies, as in torch's allocator
 _ODD = -0x61C8864680B583EB  # 2**64 divided by the golden ratio

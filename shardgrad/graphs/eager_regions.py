@@ -16,8 +16,6 @@ from typing import Any, ParamSpec
 import torch
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["handle_eager_calls", "is_in_step", "outside"]
-
 _P = ParamSpec("_P")
 _handler: ContextVar[Any] = ContextVar("_handler", default=operator.call)  # one per thread
 

@@ -36,8 +36,6 @@ from shardgrad.graphs.capturable import Capturable, CaptureAgain, capturable, no
 from shardgrad.optim.flat import FlatOptimizer
 from shardgrad.optim.grad_scaler import GradScaler
 
-__all__ = ["ModuleState", "OptimState"]
-
 # Guards are read at every call for every parameter. These make each of them one pass in C.
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _GRAD = attrgetter("grad")

@@ -23,8 +23,6 @@ from shardgrad.errors import StepInputError
 from shardgrad.graphs.outputs import plain_tensors, storage_of, storages_of
 from shardgrad.graphs.reads import Reads
 
-__all__ = ["InputBuffers", "Inputs", "flatten_inputs"]
-
 _LEAVES = (torch.Tensor, bool, int, float, str, type(None))  # the most frequent leaves
 
 

@@ -17,8 +17,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-__all__ = ["has_graphs"]
-
 # For each step that has captured, its default process group. A process may have one per thread.
 _steps: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 

@@ -11,18 +11,6 @@ from torch.utils._pytree import keystr, tree_leaves, tree_map_only, tree_map_wit
 
 from shardgrad.errors import StepOutputError
 
-__all__ = [
-    "apart_from",
-    "detached",
-    "host_value",
-    "is_of_host",
-    "is_slice",
-    "plain_tensors",
-    "storage_of",
-    "storages_of",
-    "used_on",
-]
-
 
 def detached(outputs: Any) -> Any:
     """Returns a step's outputs, detached from the autograd graph.

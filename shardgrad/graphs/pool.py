@@ -23,8 +23,6 @@ from shardgrad.errors import AsleepError, OptionError
 from shardgrad.ops.virtual_memory import VirtualPool
 from shardgrad.policies import SleepPolicy
 
-__all__ = ["DeviceGraph", "GraphPool"]
-
 DeviceGraph = Any  # a torch.cuda.CUDAGraph or a torch.accelerator.Graph
 
 # Makes autograd nodes of earlier calls run on the capturing stream. The streams that they were

@@ -27,14 +27,6 @@ from shardgrad.graphs.closed_over import changed_numbers, closed_over
 from shardgrad.graphs.program_line import TORCH, is_of_the_program
 from shardgrad.ops.library import build_command, has_kernels
 
-__all__ = [
-    "cause_of",
-    "environment_issues",
-    "harmful_settings",
-    "require_launch_order",
-    "watched",
-]
-
 _BLOCKING = {
     "CUDA_LAUNCH_BLOCKING": "makes the host wait at every launch, for debugging",
     "TORCH_NCCL_BLOCKING_WAIT": "makes the host wait for every collective",

@@ -12,8 +12,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-__all__ = ["TORCH", "is_of_the_program", "line_that_raised"]
-
 TORCH = str(Path(torch.__file__).parent)
 # File names of generated code, which is not the program's.
 _GENERATED = ("<frozen ", "<eval_with_key>", "<__array_function__")

@@ -42,8 +42,6 @@ from shardgrad.graphs.outputs import (
 )
 from shardgrad.graphs.pool import GraphPool
 
-__all__ = ["Reads", "groups_among"]
-
 _CDATA = attrgetter("_cdata")  # the C++ object, of which there may be several Python wrappers
 _DETACH = torch.ops.aten.detach.default
 _EXPIRED: Any = torch.UntypedStorage._expired

@@ -24,8 +24,6 @@ from torch.utils import checkpoint
 from shardgrad.errors import ReplayMismatchError
 from shardgrad.graphs.pool import GraphPool
 
-__all__ = ["Redraws"]
-
 
 class Redraws:
     """The random numbers that the recomputed regions of a call draw again.

@@ -53,8 +53,6 @@ from shardgrad.graphs.program_line import line_that_raised
 from shardgrad.graphs.reads import Reads
 from shardgrad.graphs.recomputation import Redraws
 
-__all__ = ["GraphedStep", "UncapturableStepWarning", "graphed_step"]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 

@@ -47,8 +47,6 @@ from shardgrad.optim.selection import plain_gradient, select
 from shardgrad.optim.state import copies_of_all
 from shardgrad.sharding.dtensor import dtensor_like
 
-__all__ = ["FusedAdam"]
-
 _DEVICES = ["cuda"]  # ROCm calls its devices cuda too
 
 # Exceptions from importing packages that are broken, or another project's: missing libraries, and

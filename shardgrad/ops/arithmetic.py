@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["compute_dtype", "divide_"]
-
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
     """Returns the dtype of arithmetic on `tensors`: float64 if one of them is float64, else

@@ -19,15 +19,6 @@ import torch
 
 from shardgrad.errors import DeviceError
 
-__all__ = [
-    "backend",
-    "build_command",
-    "check_kernels",
-    "declare",
-    "has_kernels",
-    "load_compiled",
-]
-
 # The registrations live as long as this object.
 _LIBRARY = torch.library.Library("shardgrad", "DEF")
 _PATH = Path(__file__).parents[1] / "_C.so"

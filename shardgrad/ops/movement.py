@@ -28,17 +28,6 @@ from torch import Tensor
 from shardgrad.ops.arithmetic import compute_dtype, divide_
 from shardgrad.ops.library import declare
 
-__all__ = [
-    "MAX_SUMMANDS",
-    "pack",
-    "pack_reference",
-    "sum_chunks",
-    "sum_chunks_reference",
-    "unpack",
-    "unpack_reference",
-    "unpack_rows",
-]
-
 # Chunks that one sum takes on CUDA, whose addresses are parameters of one launch; also in launch.h.
 MAX_SUMMANDS = 1024
 

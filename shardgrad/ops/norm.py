@@ -10,8 +10,6 @@ from torch import Tensor
 from shardgrad.ops.library import declare
 from shardgrad.ops.segments import live_rows
 
-__all__ = ["NORM_SCRATCH_NUMEL", "norm_", "norm_reference"]
-
 NORM_SCRATCH_NUMEL = 2 * 1024 + 1
 """Elements of the scratch of `norm_`: an accumulated value for each of 1,024 workers, then a count
 of non-finite elements for each, then a ticket, which is zero between calls."""

@@ -30,8 +30,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["TILE_NUMEL", "Row", "live_rows", "segment_rows"]
-
 TILE_NUMEL = 2048
 """Elements of a tile, the unit of work of a kernel; csrc/segment.h has the same number."""
 

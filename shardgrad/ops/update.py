@@ -28,8 +28,6 @@ from shardgrad.ops.library import declare
 from shardgrad.ops.segments import Row, live_rows
 from shardgrad.ops.weights import dither_key, load_weight, store_weight
 
-__all__ = ["adam_", "adam_reference", "sgd_", "sgd_reference"]
-
 
 class _Update(NamedTuple):
     """The arguments that both rules have in common."""

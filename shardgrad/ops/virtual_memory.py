@@ -24,15 +24,6 @@ import torch
 from shardgrad.errors import OptionError, unsupported
 from shardgrad.ops.library import build_command
 
-__all__ = [
-    "VirtualPool",
-    "bring_back",
-    "give_back",
-    "is_virtual",
-    "require_virtual",
-    "virtual_zeros",
-]
-
 _PAGES = "_shardgrad_pages"  # set on the tensor that owns the memory
 
 

@@ -23,8 +23,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["dither", "dither_key", "load_weight", "store_weight"]
-
 _MASK = 2**32 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio, made odd
 

@@ -7,14 +7,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from shardgrad import ops
 from shardgrad.errors import unsupported
+from shardgrad.ops.update import adam_
 from shardgrad.optim.flat import FlatOptimizer, Update
 from shardgrad.optim.hyper import Hyper, at_least_zero, fractions
 from shardgrad.optim.precision import Master, Precision
 from shardgrad.optim.segment import Segment
-
-__all__ = ["Adam", "AdamW"]
 
 
 class Adam(FlatOptimizer):
@@ -117,9 +115,9 @@ class Adam(FlatOptimizer):
         return self._precision.dtypes(segment.dtype, ("exp_avg", "exp_avg_sq"))
 
     def update(self, update: Update) -> None:
-        """See `ops.adam_`."""
+        """See `adam_`."""
         launch, state = update.launch, update.state
-        ops.adam_(
+        adam_(
             launch.param,
             launch.grad,
             state["exp_avg"],

@@ -13,8 +13,6 @@ from shardgrad.errors import GradientError, OptionError
 from shardgrad.optim.norms import norm_of
 from shardgrad.optim.selection import select
 
-__all__ = ["clip_grad_norm_"]
-
 
 @torch.no_grad()
 @outside_graphs

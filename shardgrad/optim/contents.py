@@ -13,8 +13,6 @@ from itertools import chain
 from operator import is_
 from typing import Any
 
-__all__ = ["Contents"]
-
 _END = (object(),)
 
 

@@ -34,8 +34,6 @@ from shardgrad.optim.selection import select
 from shardgrad.optim.state import copies_into, load_state
 from shardgrad.sharding.dtensor import require_own_shards
 
-__all__ = ["FlatOptimizer", "Update"]
-
 # The numbers stand for the group's device mirrors and the segment's buffers: a group or a segment
 # that replaces another has new ones. Read at every call.
 _GUARDS = attrgetter("options.number", "number", "is_allocated")
@@ -363,9 +361,7 @@ class FlatOptimizer(Optimizer):
             # An entry that exists is of a parameter that moved from another group. `_follow_state`
             # copies it.
             self.state.setdefault(param, dict(entry))
-        # Allocated here and not in a capture, each replay of which would zero it.
-        if self._skipped is None:
-            self._skipped = torch.zeros((), dtype=torch.float32, device=segment.device)
+        _ = self.skipped_steps  # allocated before a capture, each replay of which would zero it
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this optimizer or of torch's optimizer of the same name.

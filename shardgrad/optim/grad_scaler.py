@@ -18,8 +18,6 @@ from shardgrad.optim.flat import FlatOptimizer
 from shardgrad.optim.norms import find_nonfinite
 from shardgrad.optim.selection import select
 
-__all__ = ["GradScaler"]
-
 
 class _ScalerState(NamedTuple):
     """The scale, float32, and the number of good steps in a row, int32; device scalars."""

@@ -26,7 +26,6 @@ from shardgrad.engine.streams import Streams
 if TYPE_CHECKING:
     from shardgrad.optim.flat import Update
 
-__all__ = ["host_zeros", "through_chunks"]
 
 _States = Mapping[str, torch.Tensor]
 

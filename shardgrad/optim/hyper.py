@@ -22,8 +22,6 @@ import torch
 from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import CaptureError, OptionError
 
-__all__ = ["Hyper", "OptimGroup", "at_least_zero", "fraction", "fractions"]
-
 
 def at_least_zero(value: Any) -> Sequence[float]:
     """Returns a finite number >= 0 as the kernel wants it; raises ValueError for any other."""

@@ -32,8 +32,6 @@ from shardgrad.optim.precision import Master, Precision
 from shardgrad.optim.segment import Segment
 from shardgrad.sharding.param_sharding import ParamSharding
 
-__all__ = ["Muon"]
-
 # Limit of cached plans, one for each set of segments with gradients. Models with unused units need
 # fewer.
 _MOST_PLANS = 16
@@ -85,7 +83,7 @@ class Muon(FlatOptimizer):
     hypers: ClassVar[Sequence[Hyper]] = (
         Hyper("lr", at_least_zero, may_be_tensor=True),
         Hyper("momentum", at_least_zero),
-        Hyper("eps", at_least_zero),  # in the slot in which `ops.sgd_` reads the dampening
+        Hyper("eps", at_least_zero),  # in the slot in which `sgd_` reads the dampening
         Hyper("weight_decay", at_least_zero),
     )
     fixed: ClassVar[Sequence[str]] = (

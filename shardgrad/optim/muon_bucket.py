@@ -1,7 +1,7 @@
 """One bucket of a step of Muon: segments whose matrices are exchanged together.
 
 [Note: Two steps of SGD]
-Muon's elementwise work is done by two calls of `ops.sgd_`, each one pass over a segment:
+Muon's elementwise work is done by two calls of `sgd_`, each one pass over a segment:
 
 - momentum: a step with learning rate -1 from zero weights writes the direction. With momentum m,
   gradients scaled by 1 - m give `m buffer + (1 - m) grad`, and with Nesterov momentum
@@ -26,9 +26,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardgrad import ops
 from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.engine.param_group import managed_by
+from shardgrad.ops.segments import segment_rows
+from shardgrad.ops.update import sgd_
 from shardgrad.optim.flat import Update
 from shardgrad.optim.newton_schulz import newton_schulz_
 from shardgrad.optim.ownership import Exchange, Matrix
@@ -36,14 +37,12 @@ from shardgrad.optim.precision import Precision
 from shardgrad.optim.segment import Segment
 from shardgrad.sharding.mesh import DataParallelMesh
 
-__all__ = ["EPS", "MOMENTUM", "Bucket", "matrices_of", "mesh_of"]
-
 # Indices into the group's device mirror, in the order of `Muon.hypers`.
 MOMENTUM, EPS = 1, 2
 
 # `FlatOptimizer.with_states`
 _WithStates = Callable[[Sequence[Update], Collection[str]], Iterable[Update]]
-_Piece = tuple[int, int, int, int, int, int]  # see `ops.segment_rows`
+_Piece = tuple[int, int, int, int, int, int]  # see `segment_rows`
 
 
 def mesh_of(segment: Segment) -> DataParallelMesh | None:
@@ -96,7 +95,7 @@ class Bucket:
     def __init__(self, updates: Sequence[Update], dtype: torch.dtype) -> None:
         segments = self.segments = [update.segment for update in updates]
         self._options = segments[0].options
-        # `ops.sgd_` computes in float64 only if it also writes float64.
+        # `sgd_` computes in float64 only if it also writes float64.
         self._dtype = torch.float64 if segments[0].dtype is torch.float64 else dtype
         self._device = segments[0].device
         mesh = mesh_of(segments[0])
@@ -111,7 +110,7 @@ class Bucket:
         rates = torch.tensor([-1.0, 0.0, 0.0, 0.0], dtype=torch.float64, device="cpu")
         self._rates = segments[0].on_device(rates)
         self._momentum_rate = self._rates[MOMENTUM]
-        # Step counts for the second call of `ops.sgd_`, unused: the first one counts the steps.
+        # Step counts for the second call of `sgd_`, unused: the first one counts the steps.
         self._uncounted = segments[0].on_device(torch.zeros(1, dtype=torch.float32, device="cpu"))
         self._momentum: list[_Table] = []
         self._weights: list[list[_Table]] = []
@@ -169,7 +168,7 @@ class Bucket:
         momenta = with_states(updates, ("momentum_buffer",))
         for update, table in zip(momenta, self._momentum, strict=True):
             segment = update.segment
-            ops.sgd_(
+            sgd_(
                 direction,
                 update.launch.grad,
                 update.state["momentum_buffer"],
@@ -191,7 +190,7 @@ class Bucket:
         for update, tables in zip(updates, self._weights, strict=True):
             master = Precision.exact(update.state)
             for table in tables:
-                ops.sgd_(
+                sgd_(
                     update.launch.param,
                     orthogonal,
                     momentum_buffer=None,
@@ -232,9 +231,9 @@ class Bucket:
     def _all_to_all(
         self, out: torch.Tensor, sent: Sequence[int], received: Sequence[int]
     ) -> torch.Tensor:
-        if not self._exchange.travels:
-            return out
         group = self._process_group
+        if group is None or not self._exchange.travels:
+            return out
         into = out.new_empty(sum(received))
         # The sizes agree if step() is called, and gradients are None, on all ranks or on none.
         what = f"exchange of matrices that have gradients: {self.segments[0].names[0]} ..."
@@ -244,7 +243,7 @@ class Bucket:
 
 
 def _table(segment: Segment, pieces: Sequence[_Piece], ratio: float = 1.0) -> _Table:
-    rows, tiles = ops.segment_rows(pieces)
+    rows, tiles = segment_rows(pieces)
     on_device = segment.on_device
     return _Table(
         on_device(rows),

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["COEFFICIENTS", "newton_schulz_"]
-
 # Jordan et al., 2024: the steepest slope at zero for which five steps stay in a band around 1.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 

@@ -16,15 +16,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from shardgrad import ops
 from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.transports import backend_for
 from shardgrad.errors import GradientError, OptionError
+from shardgrad.ops.norm import NORM_SCRATCH_NUMEL, norm_
+from shardgrad.ops.segments import segment_rows
 from shardgrad.optim.selection import Gradients
 from shardgrad.sharding.param_sharding import groups_cut_over
-
-__all__ = ["find_nonfinite", "norm_of"]
 
 _WHAT = "all-reduce of the gradients' norm"
 
@@ -131,14 +130,14 @@ def _local_sums(gradients: Gradients, norm_type: float) -> _Sums:
     ) -> None:
         device = flat.device
         if device not in scratch:
-            numel = ops.NORM_SCRATCH_NUMEL
+            numel = NORM_SCRATCH_NUMEL
             scratch[device] = torch.zeros(numel, dtype=torch.float64, device=device)
         if (groups, device) not in sums:
             start = torch.zeros(2, dtype=torch.float64, device=device)
             if norm_type == -math.inf:
                 start[0].fill_(math.inf)
             sums[groups, device] = start
-        ops.norm_(
+        norm_(
             sums[groups, device],
             scratch[device],
             flat=flat,
@@ -197,12 +196,12 @@ def _tables_of(shard: GradShard, places: tuple[int, ...]) -> list[_Table]:
 
 
 def _table(shard: GradShard, places: Sequence[int]) -> tuple[torch.Tensor, int]:
-    """Returns one table, on the device; see `ops.segment_rows`."""
+    """Returns one table, on the device; see `segment_rows`."""
     pieces = [
         (0, shard.layout.pieces[place].shard_offset, 0, shard.views[place].numel(), 0, place)
         for place in places
     ]
-    rows, tiles = ops.segment_rows(pieces)
+    rows, tiles = segment_rows(pieces)
     return rows.to(shard.flat.device), tiles
 
 
@@ -212,7 +211,7 @@ def _table_of_one(numel: int, device: torch.device) -> tuple[torch.Tensor, int]:
     capture.
     """
     with torch.inference_mode(mode=False):
-        rows, tiles = ops.segment_rows([(0, 0, 0, numel, 0, 0)])
+        rows, tiles = segment_rows([(0, 0, 0, numel, 0, 0)])
         return rows.to(device), tiles
 
 

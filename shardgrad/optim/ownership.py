@@ -29,8 +29,6 @@ from typing import NamedTuple
 
 from shardgrad.sharding.layout import ShardLayout
 
-__all__ = ["Batch", "BufferSlice", "Exchange", "Matrix", "ReceivedPiece", "buckets", "owners"]
-
 # The pieces of matrices of one shape start at a multiple of this many elements: 128 bytes in
 # bfloat16, for the reason given in layout.py.
 _ALIGNMENT_NUMEL = 64

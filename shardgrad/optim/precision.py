@@ -21,8 +21,6 @@ import torch
 
 from shardgrad.errors import OptionError
 
-__all__ = ["Master", "Precision"]
-
 Master = Literal["float32", "remainder"] | None
 
 _HALVES = (torch.bfloat16, torch.float16)

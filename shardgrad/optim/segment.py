@@ -24,20 +24,17 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardgrad import ops
 from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param_group import FSDPParam, ParamGroup, is_replaced, local_of
 from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import CaptureError, GradientError, OptimizerParameterError
-from shardgrad.ops.segments import Row
+from shardgrad.ops.segments import Row, segment_rows
 from shardgrad.optim.host_states import host_zeros
 from shardgrad.optim.hyper import OptimGroup
 from shardgrad.optim.selection import gradients_of, plain_gradient
 from shardgrad.optim.state import local_tensor
 from shardgrad.sharding.dtensor import dtensor_like, in_own_storage, storages_of
 from shardgrad.sharding.layout import Piece
-
-__all__ = ["Launch", "PlainSegment", "Segment", "ShardedSegment"]
 
 
 class Launch(NamedTuple):
@@ -48,8 +45,8 @@ class Launch(NamedTuple):
         grad: 1-D gradients, in any dtype of gradients.
         touched: the live flags, indexed by `flag_index` of a row. A parameter is updated if its
             flag is above zero.
-        rows: int64 table on the device; see `ops.segment_rows`.
-        tiles: the number of tiles that `ops.segment_rows` returned.
+        rows: int64 table on the device; see `segment_rows`.
+        tiles: the number of tiles that `segment_rows` returned.
         places: the rows of the table on the host.
         verdicts: device scalars, each above zero if some of these gradients are not finite; none if
             they were not checked.
@@ -299,7 +296,7 @@ class ShardedSegment(_Segment):
             numel = piece.local_numel(self.rank)
             gradient = shard.layout.pieces[place].shard_offset
             pieces.append((piece.shard_offset, gradient, offset, numel, i, place))
-        rows, tiles = ops.segment_rows(pieces)
+        rows, tiles = segment_rows(pieces)
         return _Table(shard, self.on_device(rows), tiles, _on_host(rows))
 
     def local_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -350,7 +347,7 @@ class PlainSegment(_Segment):
         self._names = [name]
         self.dtype = param.dtype
         self._form = _form_of(local)
-        self._host_rows, self._tiles = ops.segment_rows([(0, 0, 0, self.numel, 0, 0)])
+        self._host_rows, self._tiles = segment_rows([(0, 0, 0, self.numel, 0, 0)])
         self._places = _on_host(self._host_rows)
         self._rows_and_flag: tuple[torch.Tensor, torch.Tensor] | None = None  # on the device
 

@@ -14,8 +14,6 @@ from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import OptimizerParameterError
 from shardgrad.optim.state import local_tensor
 
-__all__ = ["Gradients", "Selection", "gradients_of", "plain_gradient", "select"]
-
 
 @dataclass(frozen=True)
 class Selection:

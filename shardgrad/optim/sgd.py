@@ -7,14 +7,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from shardgrad import ops
 from shardgrad.errors import OptionError, unsupported
+from shardgrad.ops.update import sgd_
 from shardgrad.optim.flat import FlatOptimizer, Update
 from shardgrad.optim.hyper import Hyper, at_least_zero
 from shardgrad.optim.precision import Master, Precision
 from shardgrad.optim.segment import Segment
-
-__all__ = ["SGD"]
 
 
 class SGD(FlatOptimizer):
@@ -135,9 +133,9 @@ class SGD(FlatOptimizer):
         return super().guards(), *[bool(group["momentum"]) for group in self.param_groups]
 
     def update(self, update: Update) -> None:
-        """See `ops.sgd_`."""
+        """See `sgd_`."""
         launch, options = update.launch, update.segment.options
-        ops.sgd_(
+        sgd_(
             launch.param,
             launch.grad,
             update.state.get("momentum_buffer") if options["momentum"] else None,

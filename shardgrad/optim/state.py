@@ -13,8 +13,6 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from shardgrad.errors import OptimizerStateError
 from shardgrad.optim.hyper import OptimGroup
 
-__all__ = ["copies_into", "copies_of_all", "load_state", "local_part", "local_tensor"]
-
 # Copies (into, value), made once everything is checked.
 _Copies = list[tuple[torch.Tensor, torch.Tensor]]
 

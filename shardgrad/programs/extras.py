@@ -6,8 +6,6 @@ from importlib.util import find_spec
 
 from shardgrad.errors import PartnerUnavailableError
 
-__all__ = ["EXTRAS", "require"]
-
 # The extra of `pip install shardgrad[...]` that installs a package. Agrees with pyproject.toml; a
 # test compares.
 EXTRAS = {

@@ -13,17 +13,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from shardgrad.errors import ForeignParameterError
 
-__all__ = [
-    "dtensor_like",
-    "dtensor_over",
-    "dtensor_with",
-    "in_own_storage",
-    "local_of",
-    "require_own_shards",
-    "require_shards",
-    "storages_of",
-]
-
 
 def in_own_storage(view: torch.Tensor) -> torch.Tensor:
     """Returns a tensor over the same memory whose own storage begins where the tensor does.

@@ -33,14 +33,6 @@ from functools import cached_property, lru_cache
 
 import torch
 
-__all__ = [
-    "ALIGNMENT_NBYTES",
-    "TAG_NUMEL",
-    "Piece",
-    "ShardLayout",
-    "alignment_numel",
-]
-
 ALIGNMENT_NBYTES = 128
 
 # Elements at the end of each chunk for the message's tag ([Note: Message tags] in

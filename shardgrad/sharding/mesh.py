@@ -16,8 +16,6 @@ from torch.distributed.tensor import Placement, Replicate
 
 from shardgrad.errors import MeshError, MeshNamesError, OptionError
 
-__all__ = ["DataParallelMesh", "SpmdAxes", "TwoLevels", "default_mesh"]
-
 
 @dataclass(frozen=True)
 class SpmdAxes:

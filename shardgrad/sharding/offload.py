@@ -22,8 +22,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from shardgrad.policies import SleepPolicy
 
-__all__ = ["ShardMemory"]
-
 
 @dataclass(frozen=True)
 class ShardMemory:

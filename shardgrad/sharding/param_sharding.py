@@ -36,13 +36,6 @@ from shardgrad.errors import MeshError, OptionError, PlacementError, Unsupported
 from shardgrad.sharding.dtensor import dtensor_over, dtensor_with, local_of
 from shardgrad.sharding.mesh import DataParallelMesh, SpmdAxes
 
-__all__ = [
-    "ParamSharding",
-    "groups_cut_over",
-    "sharding_of",
-    "shardings_of",
-]
-
 
 @dataclass(frozen=True)
 class _Unsharded:

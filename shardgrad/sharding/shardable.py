@@ -17,15 +17,6 @@ from shardgrad.errors import DeviceError, UnsupportedParameterError
 from shardgrad.sharding.dtensor import local_of
 from shardgrad.sharding.mesh import DataParallelMesh
 
-__all__ = [
-    "DTYPES",
-    "from_bytes",
-    "require_one_device",
-    "require_shardable",
-    "stored_shape",
-    "travels_as_bytes",
-]
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INTEGERS = ("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64")
 _FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")

@@ -18,8 +18,6 @@ import torch
 from shardgrad.ops.arithmetic import compute_dtype, divide_
 from shardgrad.sharding.layout import Piece, ShardLayout
 
-__all__ = ["pack_strided", "unpack_strided"]
-
 
 @torch.no_grad()
 def unpack_strided(gathered: torch.Tensor, unsharded: torch.Tensor, layout: ShardLayout) -> None:

@@ -23,8 +23,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["ZERO_COPY_NBYTES", "is_zero_copy"]
-
 # Bytes of one rank's piece from which on a separate message costs less than the copies that it
 # saves. Measured: docs/design/parameters.md.
 ZERO_COPY_NBYTES = 2 * 2**20

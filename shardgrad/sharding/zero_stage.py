@@ -21,8 +21,6 @@ from typing import Any
 
 from shardgrad.errors import OptionError
 
-__all__ = ["Stage"]
-
 
 @dataclass(frozen=True)
 class Stage:

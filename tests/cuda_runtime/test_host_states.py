@@ -13,9 +13,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardgrad
-from shardgrad import ops
 from shardgrad.engine import streams
-from shardgrad.optim import host_states
+from shardgrad.optim import adam, host_states
 from tests.cuda_runtime import inspection
 from tests.support.parity import stack
 
@@ -38,7 +37,7 @@ def three_steps() -> None:
     for _ in range(2):
         _write_and_free(nbytes)
         optim.step()
-    with mock.patch.object(ops, "adam_", side_effect=RuntimeError), suppress(RuntimeError):
+    with mock.patch.object(adam, "adam_", side_effect=RuntimeError), suppress(RuntimeError):
         optim.step()
     _write_and_free(nbytes)
     torch.cuda.synchronize()

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardgrad import ops
+from shardgrad.ops.norm import NORM_SCRATCH_NUMEL
+from shardgrad.ops.segments import segment_rows
 from tests.support.segments import (
     ADAM,
     BACKENDS,
@@ -40,7 +41,7 @@ def example(name: str, sizes: Sequence[int] = (8,)) -> dict[str, Any]:
     begins, offsets = ([0, *itertools.accumulate(each)][:-1] for each in (sizes, halves))
     table = torch.tensor(list(zip(sizes, halves, halves, offsets, begins, strict=True)))
     places = enumerate(zip(begins, sizes, strict=True))
-    rows, tiles = ops.segment_rows([(at, at, at, size, i, i) for i, (at, size) in places])
+    rows, tiles = segment_rows([(at, at, at, size, i, i) for i, (at, size) in places])
     torch.manual_seed(0)
     count, numel = len(sizes), sum(sizes)
     flat = torch.randn(numel)
@@ -61,7 +62,7 @@ def example(name: str, sizes: Sequence[int] = (8,)) -> dict[str, Any]:
         chunks = list(torch.randn(3, numel))
         return {"chunks": chunks, "out": torch.zeros(numel), "by": 3.0, "adds": False}
     if name == "norm_":
-        out, scratch = (torch.zeros(n).double() for n in (2, ops.NORM_SCRATCH_NUMEL))
+        out, scratch = (torch.zeros(n).double() for n in (2, NORM_SCRATCH_NUMEL))
         return {"out": out, "scratch": scratch, "flat": flat, **segment, "norm_type": 2.0}
     states = {"first": torch.zeros(numel), "second": torch.zeros(numel)}
     numbers, switches = hyper(*ADAM), [True] * 3

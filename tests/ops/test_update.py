@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardgrad import ops
+from shardgrad.ops.segments import segment_rows
 from tests.support.segments import (
     ADAM,
     DTYPES,
@@ -129,7 +129,7 @@ def test_pieces_of_a_parameter_in_rows_of_their_own_take_one_step_together(
         for piece in whole.pieces
         for begin, end in itertools.pairwise((0, piece[3] // 3, piece[3] // 3, piece[3]))
     ]
-    rows, tiles = ops.segment_rows(cut)
+    rows, tiles = segment_rows(cut)
     pieces = replace(whole.clone(), rows=rows, tiles=tiles)
     for s in (whole, pieces):
         for _ in range(2):
@@ -181,7 +181,7 @@ def test_the_backends_agree_on_infinities_nans_and_subnormals(rule: str) -> None
     all_ones = torch.tensor([2**31 - 1], dtype=torch.int32).view(torch.float32)
     special = torch.cat([special, all_ones])
     grads, params = (x.flatten() for x in torch.meshgrid(special, special, indexing="ij"))
-    rows, tiles = ops.segment_rows([(0, 0, 0, grads.numel(), 0, 0)])
+    rows, tiles = segment_rows([(0, 0, 0, grads.numel(), 0, 0)])
     for param, master in itertools.product(
         (torch.float32, torch.bfloat16), (None, torch.float32, torch.int16)
     ):
@@ -344,7 +344,7 @@ def test_stochastic_rounding_tells_elements_apart_that_are_four_billion_away(
     found = []
     for first in (0, far):
         s = Segment.of((numel,), taken=0)
-        rows, tiles = ops.segment_rows([(first, *s.pieces[0][1:])])
+        rows, tiles = segment_rows([(first, *s.pieces[0][1:])])
         s = replace(s, param=sparse, rows=rows, tiles=tiles)
         sparse[first : first + numel] = 1.0
         s.grad.fill_(-2.0)

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from shardgrad import ops
 from shardgrad.ops import movement, norm, update
+from shardgrad.ops.norm import NORM_SCRATCH_NUMEL
+from shardgrad.ops.segments import TILE_NUMEL, segment_rows
 
 needs_library = pytest.mark.skipif(
     ops.backend() != "compiled", reason="shardgrad/_C.so was not built"
@@ -24,7 +26,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 UNTOUCHED = -77.0
 
 # Nothing, one element, less than a tile, exactly one, a little more, several; in odd places.
-SIZES = (5, 0, 1, ops.TILE_NUMEL, 3 * ops.TILE_NUMEL + 7, 0, 1000)
+SIZES = (5, 0, 1, TILE_NUMEL, 3 * TILE_NUMEL + 7, 0, 1000)
 
 Op = Callable[..., None]
 
@@ -83,7 +85,7 @@ class Segment:
             (3 + at[i] + i, 1 + at[i] + 2 * i, 2 + at[i] + 3 * i, n, count - 1 - i, i + 1)
             for i, n in enumerate(sizes)
         )
-        rows, tiles = ops.segment_rows(pieces)
+        rows, tiles = segment_rows(pieces)
         generator = torch.Generator().manual_seed(seed)
 
         def flat(column: int, dtype: torch.dtype, fill: Callable[[int], Tensor]) -> Tensor:
@@ -217,7 +219,7 @@ def run_norm(
     backend: str, s: Segment, norm_type: float = 2.0, so_far: float = 0.0
 ) -> tuple[float, float]:
     start = [math.inf if norm_type == -math.inf else so_far, 0.0]
-    scratch = torch.zeros(ops.NORM_SCRATCH_NUMEL, dtype=torch.float64, device=s.grad.device)
+    scratch = torch.zeros(NORM_SCRATCH_NUMEL, dtype=torch.float64, device=s.grad.device)
     for _ in range(2):  # which takes the scratch as the first one leaves it
         out = torch.tensor(start, dtype=torch.float64, device=s.grad.device)
         operator(backend, "norm_")(out, scratch, s.grad, s.touched, s.rows, s.tiles, norm_type)

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardgrad import ops
+from shardgrad.ops.norm import NORM_SCRATCH_NUMEL
+from shardgrad.ops.segments import segment_rows
 from tests.ops import on_host
 from tests.support.segments import Segment, assert_same_bits, run_adam, run_norm, run_sgd
 
@@ -105,7 +106,7 @@ def test_chunks_of_more_than_2_to_31_elements_are_added_to_their_ends(start: int
 
 def far_segment(pieces: list[tuple[int, int, int, int, int, int]], small: Segment) -> Segment:
     """Returns a segment whose rows begin and end with a row of a small one, at these places."""
-    rows, tiles = ops.segment_rows(pieces)
+    rows, tiles = segment_rows(pieces)
     flats = []
     for flat, column in ((small.param, 0), (small.grad, 1), (small.first, 2), (small.second, 2)):
         numel = max(piece[column] + piece[3] for piece in pieces)
@@ -161,7 +162,7 @@ def test_norms_read_rows_and_elements_behind_2_to_31() -> None:
     far.grads()[1][-1] = torch.inf
     small.grads()[1][-1] = torch.inf
     out = torch.zeros(2, dtype=torch.float64)
-    scratch = torch.zeros(ops.NORM_SCRATCH_NUMEL, dtype=torch.float64)
+    scratch = torch.zeros(NORM_SCRATCH_NUMEL, dtype=torch.float64)
     scratch[-1:].view(torch.int32)[0] = workers - len(blocks)  # the others have found nothing
     OP.norm_(out, scratch, far.grad, far.touched, far.rows, far.tiles, 1.0)
     assert out.tolist() == [torch.inf, 1.0]
