@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 from shardgrad.engine import collect
-from shardgrad.engine.grad_group import GradGroup, ReductionScheduler
+from shardgrad.engine.grad_group import GradGroup
 from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param_group import ParamGroup, managed_by
 from shardgrad.engine.unit import RootContext, Unit
@@ -109,12 +109,14 @@ def _freezing_drops_what_waits() -> Iterator[Patch]:
     """A parameter that was frozen lost its place at once, and what waited on this rank was
     dropped.
     """
+    refresh = GradGroup.refresh_trainable
 
-    def drop(self: ReductionScheduler, grads: GradGroup) -> None:
+    def drop(self: GradGroup) -> None:
         self.join()
-        _drop_all_of(grads)
+        _drop_all_of(self)
+        refresh(self)
 
-    yield mock.patch.object(ReductionScheduler, "finish", drop)
+    yield mock.patch.object(GradGroup, "refresh_trainable", drop)
 
 
 def _ties_in_the_order_of_a_set() -> Iterator[Patch]:
