@@ -246,11 +246,11 @@ class ShardedSegment(_Segment):
             shard.verdicts(self.params),
         )
 
-    def _memory_now(self) -> list[object]:
-        """Returns the local tensors and storages. `param.data = x` replaces them with other
-        objects.
+    def _memory_now(self) -> list[torch.UntypedStorage]:
+        """Returns the storages of the local tensors, and the DTensors' own. `param.data = x`
+        replaces them; a `model.to(...)` that changes nothing does not.
         """
-        return [*map(local_of, self.params), *storages_of(self.params)]
+        return storages_of([*map(local_of, self.params), *self.params])
 
     def _require_same_params(self) -> None:
         """Refuses parameters that the program replaced, or whose data it replaced."""
