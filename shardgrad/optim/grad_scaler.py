@@ -249,7 +249,7 @@ class GradScaler:
         """
         settings = self._enabled, self._growth_factor, self._backoff_factor, self._growth_interval
         found = tuple((id(each), verdict is None) for each, verdict in self._found.items())
-        return settings, self._state is None, found
+        return settings, found
 
     def snapshot(self) -> Callable[[], None]:
         """Returns a function that restores the present host state."""

@@ -266,8 +266,7 @@ def _what_goes_together(update: Update) -> tuple[Hashable, ...]:
     """Returns the key that all segments of a bucket have in common."""
     segment, mesh = update.segment, mesh_of(update.segment)
     group = None if mesh is None else mesh.shard_group
-    dtypes = segment.dtype, segment.state["momentum_buffer"].dtype
-    return id(segment.options), id(group), segment.device, dtypes
+    return id(segment.options), id(group), segment.device, segment.dtype
 
 
 def _has_heads(param: torch.Tensor, heads: int) -> bool:

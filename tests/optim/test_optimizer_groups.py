@@ -115,10 +115,9 @@ def test_momentum_cannot_start_late_and_nesterov_needs_it() -> None:
         optim.param_groups[0]["momentum"] = 0.9
     with pytest.raises(OptionError, match="Nesterov"):
         SGD(params, lr=0.1, nesterov=True)
-    optim = SGD(params, lr=0.1, momentum=0.9)
-    optim.param_groups[0]["momentum"] = 0.0
-    optim.param_groups[0].update(nesterov=True, momentum=0.5)
-    optim.param_groups[0].update(dampening=0.5, nesterov=False)  # the combination counts
+    optim = SGD(params, lr=0.1, momentum=0.9, nesterov=True)
+    optim.param_groups[0].update(momentum=0.0, nesterov=False)  # the combination counts
+    optim.param_groups[0]["dampening"] = 0.5  # with what was assigned before
 
 
 @pytest.mark.parametrize(

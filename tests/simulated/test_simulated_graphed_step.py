@@ -26,8 +26,7 @@ from tests.simulated.programs.graphed import (
 from tests.support.graphed import Graphed, Values, require_replays, step_of
 
 
-@pytest.mark.filterwarnings("error::shardgrad.UncapturableStepWarning")  # rarely a new shape
-@same_bits_as_eager(2)
+@same_bits_as_eager(1)
 def test_each_shape_has_its_graph_and_the_oldest_is_dropped(
     graphed: Graphed,
 ) -> Values:
@@ -35,8 +34,10 @@ def test_each_shape_has_its_graph_and_the_oldest_is_dropped(
 
     step = training_step(graphed, model, max_graphs=2)
     shapes = [4, 4, 4, 4, 2, 2, 2, 4, 2, 6, 6, 4, 6, 2, 4, 2, 2]
-    for number, rows in enumerate([*shapes, 1, 2, 3, 2, 5, 2, 7, 2, 8, 2, 9, 2, 10]):
-        yield step(batch(number, rows))
+    # A new shape now and then is not warned of.
+    with warnings.catch_warnings(action="error", category=shardgrad.UncapturableStepWarning):
+        for number, rows in enumerate([*shapes, 1, 2, 3, 2, 5, 2, 7, 2, 8, 2, 9, 2, 10]):
+            yield step(batch(number, rows))
     require_replays(step, 6, 18)  # a third shape drops the one that was not used for longest
     yield model
 
