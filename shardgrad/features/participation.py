@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch import nn
 
 from shardgrad.engine.grad_group import GradGroup
-from shardgrad.engine.lazy_init import lazy_init
-from shardgrad.engine.unit import RootContext, Unit, graph_task, unit_of
+from shardgrad.engine.unit import RootContext, Unit, graph_task
 from shardgrad.errors import ParticipationError
+from shardgrad.features.root_of import root_of
 
 
 @contextmanager
@@ -50,18 +50,10 @@ def participate(model: nn.Module) -> Iterator[None]:
     Capture: not safe, because Python decides which units run.
 
     Raises:
-        ParticipationError: the module is not the root, contexts are nested, or more than one
-            backward runs inside.
+        RootError: not the root.
+        ParticipationError: contexts are nested, or more than one backward runs inside.
     """
-    unit = unit_of(model)
-    if unit is None or (unit.context is not None and not unit.is_root):
-        raise ParticipationError(
-            "participate() must be called with the root",
-            expected="the outermost module that fully_shard was called on",
-            got=type(model).__name__,
-            fix="with shardgrad.participate(root):",
-        )
-    context = lazy_init(unit)
+    context = root_of(model, "participate")
     if context.participation is not None:
         raise ParticipationError(
             "participate() cannot be nested",

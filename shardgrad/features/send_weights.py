@@ -226,7 +226,6 @@ def send_weights(
     rank = dist.get_rank()
     mine = [message for message in plan.messages if message.sender == rank]
     transfer = partial(_transfer, group, timeout_s)
-    device = next((row.local.device for row in table.values()), torch.device("cpu"))
     for batch in _batches(mine):
         parts = (_part(table[each.name].local, each.sent, each.shape) for each in batch)
         # Neither call copies a tensor that already has the dtype and is contiguous.
@@ -237,7 +236,7 @@ def send_weights(
     # A small send completes before it is received, so each receiver confirms that it has
     # everything.
     receivers = sorted({message.receiver for message in mine})
-    transfer(dist.irecv, [_receipt(device) for _ in receivers], receivers)
+    transfer(dist.irecv, _receipts(receivers, [row.local for row in table.values()]), receivers)
 
 
 @torch.no_grad()
@@ -294,9 +293,8 @@ def receive_weights(
                 place.copy_(arrived)
     # Collectives do not count as writes: autograd and the engine would use the former values.
     increment_version(list(tensors.values()))
-    device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
     senders = sorted({message.sender for message in mine})
-    transfer(dist.isend, [_receipt(device) for _ in senders], senders)
+    transfer(dist.isend, _receipts(senders, tensors.values()), senders)
 
 
 # -- overlaps of pieces
@@ -361,8 +359,10 @@ def _batches(messages: Sequence[Message]) -> Iterator[list[Message]]:
         yield list(batch)
 
 
-def _receipt(device: torch.device) -> torch.Tensor:
-    return torch.zeros(1, dtype=torch.uint8, device=device)
+def _receipts(peers: Sequence[int], like: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns a byte for each peer, on the device of the weights."""
+    device = next((tensor.device for tensor in like), "cpu")
+    return [torch.zeros(1, dtype=torch.uint8, device=device) for _ in peers]
 
 
 def _transfer(

@@ -27,28 +27,28 @@ class Contents:
     def __init__(
         self, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, dict[str, Any]]
     ) -> None:
-        self._groups = list(groups)
-        self._params = [list(group["params"]) for group in groups]
+        self._parts = list(_parts(groups))
         self._values = list(_values(state))
 
     def same_groups(self, groups: Sequence[Mapping[str, Any]]) -> bool:
         """Returns whether these are the same groups with the same parameters."""
-        return _same(groups, self._groups) and all(
-            _same(group["params"], params)
-            for group, params in zip(groups, self._params, strict=True)
-        )
+        return all(map(is_, _parts(groups), self._parts))
 
     def same_state(self, state: Mapping[Any, dict[str, Any]]) -> bool:
         """Returns whether this state has the same tensors, in the same order."""
         return all(map(is_, _values(state), self._values))
 
 
+# Both end with `_END`, so that sequences of different length differ.
+
+
+def _parts(groups: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
+    """Yields each group and its parameters."""
+    return chain(chain.from_iterable((group, *group["params"]) for group in groups), _END)
+
+
 def _values(state: Mapping[Any, dict[str, Any]]) -> Iterator[Any]:
-    """Yields the values of a state, and `_END`, so that states of different length differ."""
+    """Yields the values of a state."""
     # torch allows entries of the program's own, which are no parameter's.
     entries = [entry for entry in state.values() if isinstance(entry, dict)]
     return chain(chain.from_iterable(map(dict.values, entries)), _END)
-
-
-def _same(left: Sequence[Any], right: Sequence[Any]) -> bool:
-    return len(left) == len(right) and all(map(is_, left, right))

@@ -247,19 +247,15 @@ def _all_reduce(value: torch.Tensor, group: dist.ProcessGroup, norm_type: float)
         _all_reduce(there, group, norm_type)
         value.copy_(there)
         return
-    if not math.isinf(norm_type):
-        with recorder.group_log(group).waiting(_WHAT):
-            dist.all_reduce(value, group=group)
-        return
-    # Send the extreme and the count in one message; a minimum is sent as a maximum of the negated
+    # An extreme and its count are one message, so a minimum is sent as the maximum of the negated
     # values. The maximum of NaN depends on the backend, so NaN is sent as infinity; the count
     # records it.
-    sign = math.copysign(1.0, norm_type)
-    total, count = value.unbind()
-    message = torch.stack(
-        [(total * sign).nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf), count]
-    )
+    is_extreme, sign = math.isinf(norm_type), math.copysign(1.0, norm_type)
+    if is_extreme:
+        value[0] *= sign
+        value.nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)
     with recorder.group_log(group).waiting(_WHAT):
-        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
-    total, count = message.unbind()
-    value.copy_(torch.stack([total * sign, count]))
+        op = dist.ReduceOp.MAX if is_extreme else dist.ReduceOp.SUM
+        dist.all_reduce(value, op, group=group)
+    if is_extreme:
+        value[0] *= sign

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardgrad
 from shardgrad.diagnosis.flight_recorder import recorder
-from shardgrad.errors import ParticipationError
+from shardgrad.errors import ParticipationError, RootError
 from tests.support.parity import SHARDGRAD, route
 from tests.support.ranks import on_ranks
 
@@ -279,7 +279,7 @@ def test_misuse_of_participate_is_refused() -> None:
     ):
         pass
     with (
-        pytest.raises(ParticipationError, match="must be called with the root"),
+        pytest.raises(RootError, match="must be called with the root"),
         shardgrad.participate(nn.ReLU()),
     ):
         pass

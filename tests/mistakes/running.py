@@ -171,8 +171,8 @@ def reset_of_a_block() -> None:
 
 @mistake(
     typed="`with participate(model.blocks[0]):`",
-    says="ParticipationError: participate() must be called with the root",
-    cure="with shardgrad.participate(root):",
+    says="RootError: participate() must be called with the root",
+    cure="shardgrad.participate(root)",
 )
 def participation_of_a_block() -> None:
     model = sharded()
