@@ -124,8 +124,6 @@ class FSDPParam:
         sharded: the DTensor that the optimizer sees; the original parameter until it is sharded.
         unsharded: the tensor that compute sees; created at the first unshard.
         post_forward: the DTensor over neighbouring ranks, if the group reshards to fewer.
-        expected_local: the local tensor of `sharded` as the engine left it; a view of the shard if
-            its group is flat.
         group: the group, once there is one.
     """
 
@@ -135,14 +133,12 @@ class FSDPParam:
     sharding: ParamSharding
     unsharded: nn.Parameter | None = None
     post_forward: nn.Parameter | None = None
-    expected_local: torch.Tensor | None = field(default=None, repr=False)
     group: ParamGroup = field(init=False, repr=False)
 
     def alias(self, local: torch.Tensor) -> None:
         """Makes `local`, a view of the shard, the local tensor of `sharded`."""
-        self.expected_local = in_own_storage(local)
         # DTensor has no method for this, and the optimizer would not know a new DTensor.
-        self.sharded._local_tensor = self.expected_local  # type: ignore[attr-defined]
+        self.sharded._local_tensor = in_own_storage(local)  # type: ignore[attr-defined]
 
     def registered(self) -> list[nn.Parameter]:
         """Returns the parameters that modules register: `sharded`, unless a program replaced it."""
@@ -454,6 +450,7 @@ class Registration:
                 self._managed.append(p)
                 self._params.append(p.sharded)
         self._storages = storages_of(self._params)
+        self._memory = storages_of(map(local_of, self._params))
 
     def holds(self) -> bool:
         """Returns whether modules register these parameters, with unchanged data and memory."""
@@ -465,12 +462,10 @@ class Registration:
 
     def with_other_data(self) -> list[str]:
         """Returns the names of parameters whose `data` a program has replaced."""
-        found = zip(self._managed, storages_of(self._params), self._storages, strict=True)
-        return [
-            p.name
-            for p, now, before in found
-            if now is not before and local_of(p.sharded) is p.expected_local
-        ]
+        is_same = map(is_, storages_of(self._params), self._storages)
+        has_memory = map(is_, storages_of(map(local_of, self._params)), self._memory)
+        found = zip(self._managed, is_same, has_memory, strict=True)
+        return [p.name for p, same, memory in found if memory and not same]
 
     def change(self, to: Callable[[FSDPParam], nn.Parameter | None]) -> None:
         """Makes modules register what `to` returns for each parameter."""
@@ -650,9 +645,8 @@ class ParamGroup:
             values = local_of(original) if p.sharding.came_as_dtensor else original.detach()
             if values.device.type != "meta":
                 view.copy_(piece.of(values, rank))
-            p.expected_local = in_own_storage(view)
             p.sharded = p.sharding.sharded_param(
-                p.expected_local, requires_grad=original.requires_grad
+                in_own_storage(view), requires_grad=original.requires_grad
             )
             # Keeps the program's attributes on parameters, such as marks for weight decay, tensor
             # parallelism or initialization.

@@ -128,7 +128,6 @@ class ExtensionGroup(ParamGroup):
             p.sharded = nn.Parameter(sharded, requires_grad=original.requires_grad)
             attributes = original.__dict__.items()
             p.sharded.__dict__.update({k: v for k, v in attributes if k not in part.__dict__})
-            p.expected_local = local_of(p.sharded)
         self._note_params()
 
     def _allocate(self, *, on_meta: bool = False) -> None:
@@ -155,7 +154,6 @@ class ExtensionGroup(ParamGroup):
             self._allocate()
         for p, new in zip(self.params, shown, strict=True):
             p.sharded = new
-            p.expected_local = local_of(new)
             p.register(new)
             mark(new, p)
         self._note_params()

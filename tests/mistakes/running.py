@@ -249,7 +249,7 @@ def half_a_unit() -> None:
     cure="with torch.no_grad(): param.copy_(new)",
 )
 def data_of_its_own() -> None:
-    model = sharded()
+    model = sharded().to("cpu")  # as it was, in other objects
     for p in model.parameters():
         p.data = p.data.clone()
     backward(model)
