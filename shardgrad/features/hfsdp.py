@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 
@@ -27,7 +27,7 @@ from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.param_group import AllGather
 from shardgrad.engine.transports import MessageTag, Transport, Work
 from shardgrad.features.offload import OffloadedGather
-from shardgrad.sharding.mesh import DataParallelMesh, TwoLevels
+from shardgrad.sharding.mesh import TwoLevels
 
 
 class HfsdpGather(AllGather):
@@ -42,7 +42,7 @@ class HfsdpGather(AllGather):
     _outer_gather: ClassVar[type[AllGather]] = AllGather
 
     def __post_init__(self) -> None:
-        levels, comm_ctx, own = _two_levels(self.mesh), self.comm_ctx, self.chunk.numel()
+        levels, comm_ctx, own = cast(TwoLevels, self.mesh.levels), self.comm_ctx, self.chunk.numel()
         outer = levels.outer
         self._own = self._outer_gather(
             self.chunk,
@@ -99,12 +99,6 @@ class OffloadedHfsdpGather(HfsdpGather):
     """`HfsdpGather` from shards on the host."""
 
     _outer_gather = OffloadedGather
-
-
-def _two_levels(mesh: DataParallelMesh) -> TwoLevels:
-    if mesh.levels is None:
-        raise RuntimeError(f"{mesh.mesh} is not sharded over two axes")
-    return mesh.levels
 
 
 def _for_inner_shards(table: torch.Tensor, chunk_numel: int, levels: TwoLevels) -> torch.Tensor:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -242,9 +242,7 @@ class ExtensionGroup(ParamGroup):
 
     @torch.no_grad()
     def _fill(self, gathered: torch.Tensor, gather: AllGather) -> None:
-        memory = self.unsharded_memory
-        if memory is None:
-            raise RuntimeError(f"{self.name} was gathered before its extensions were laid out")
+        memory = cast(RecurringMemory, self.unsharded_memory)  # since `_launch`
         with torch.inference_mode(mode=False):
             memory.allocate()
             chunks = gathered.view(-1, gather.chunk.numel())

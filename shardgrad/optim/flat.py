@@ -266,7 +266,7 @@ class FlatOptimizer(Optimizer):
         same_groups = self._contents.same_groups(self.param_groups)
         if same_groups and self._contents.same_state(self.state):
             return
-        if self._is_capturing():
+        if any(is_capturing(segment.device) for segment in self._segments):
             raise CaptureError(
                 "the optimizer's groups or state were edited during a capture",
                 expected="the groups and the state from before the capture",
@@ -277,9 +277,6 @@ class FlatOptimizer(Optimizer):
         if not same_groups:
             self._follow_groups()
         self._follow_state()
-
-    def _is_capturing(self) -> bool:
-        return any(is_capturing(segment.device) for segment in self._segments)
 
     def _follow_groups(self) -> None:
         """Makes segments for the present groups. Keeps each segment that has the same parameters
@@ -608,7 +605,8 @@ class FlatOptimizer(Optimizer):
         """Returns the device tables of the launches. They are replaced when the layout of a
         gradient shard changes, so a graph has to keep them alive.
         """
-        return [table for segment in self._segments if (table := segment.rows) is not None]
+        sharded = (each for each in self._segments if isinstance(each, ShardedSegment))
+        return [each.table.rows for each in sharded if each.table is not None]
 
     # -- inside
 

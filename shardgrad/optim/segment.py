@@ -103,11 +103,6 @@ class _Segment(ABC):
     def device(self) -> torch.device:
         """Device of parameters and gradients, where updates run."""
 
-    @property
-    def rows(self) -> torch.Tensor | None:
-        """The table of the latest launch, if a later launch may use another one; see `Launch`."""
-        return None
-
     def on_device(self, rows: torch.Tensor) -> torch.Tensor:
         """Copies the table of a launch to the device, which the first step does.
 
@@ -166,6 +161,9 @@ class ShardedSegment(_Segment):
     Args:
         group: the group.
         members: the parameters of the group that the optimizer updates.
+
+    Attributes:
+        table: of the latest launch. A later launch may use another one.
     """
 
     def __init__(self, group: ParamGroup, members: Iterable[FSDPParam]) -> None:
@@ -180,7 +178,7 @@ class ShardedSegment(_Segment):
         )
         self._generation = group.generation
         self._memory = self._memory_now()
-        self._table: _Table | None = None
+        self.table: _Table | None = None
 
     def _pieces(self) -> list[Piece]:
         return [self._group.layout.pieces[i] for i in self._places]
@@ -210,11 +208,6 @@ class ShardedSegment(_Segment):
         memory = self._group.shard_memory
         return memory.zeros(numel, dtype) if memory.is_virtual else super().zeros(numel, dtype)
 
-    @property
-    def rows(self) -> torch.Tensor | None:
-        """See `_Segment.rows`."""
-        return None if self._table is None else self._table.rows
-
     def settle(self) -> Launch | None:
         """Updates the live flags on the device to the gradients that are bound, and returns the
         launch.
@@ -230,9 +223,9 @@ class ShardedSegment(_Segment):
         shard = gradients_of(self._group, self.params)
         if shard is None:
             return None
-        table = self._table
+        table = self.table
         if table is None or table.shard is not shard:
-            table = self._table = self._table_for(shard)
+            table = self.table = self._table_for(shard)
         live = shard.settle()
         if not any(live[row.flag_index] for row in table.places):
             return None
