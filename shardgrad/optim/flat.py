@@ -32,7 +32,6 @@ from shardgrad.optim.precision import Precision
 from shardgrad.optim.segment import Launch, PlainSegment, Segment, ShardedSegment
 from shardgrad.optim.selection import select
 from shardgrad.optim.state import copies_into, load_state
-from shardgrad.sharding.dtensor import require_own_shards
 
 # The numbers stand for the group's device mirrors and the segment's buffers: a group or a segment
 # that replaces another has new ones. Read at every call.
@@ -377,11 +376,6 @@ class FlatOptimizer(Optimizer):
             replaced = pre_hook(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
-        for index, pieces in state_dict.get("state", {}).items():
-            if isinstance(pieces, dict):  # and no entry of the program's own
-                require_own_shards(
-                    (f"{key} of parameter {index}", value) for key, value in pieces.items()
-                )
         self._follow_program()
         for segment in self._segments:
             if not segment.is_allocated:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from shardgrad.errors import OptimizerStateError
 from shardgrad.optim.hyper import OptimGroup
+from shardgrad.sharding.dtensor import require_own_shards
 
 # Copies (into, value), made once everything is checked.
 _Copies = list[tuple[torch.Tensor, torch.Tensor]]
@@ -131,10 +132,12 @@ def local_part(into: torch.Tensor, value: Any, what: str) -> torch.Tensor:
 
     Raises:
         OptimizerStateError: `value` has the wrong shape, or is not a tensor.
+        ForeignParameterError: it is a shard that another rank has saved.
     """
     if not isinstance(value, torch.Tensor) or value.shape != into.shape:
         got = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
         raise _misfit(f"{what} has the wrong shape", str(tuple(into.shape)), str(got))
+    require_own_shards([(what, value)])
     if not isinstance(into, DTensor):
         return value.full_tensor() if isinstance(value, DTensor) else value
     if not isinstance(value, DTensor):
