@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import is_dataclass
-from itertools import count
+from itertools import count, product
+from operator import mul
 from typing import Any, NamedTuple
 
 import torch
@@ -99,6 +100,12 @@ def _key(index: int, value: Any) -> Hashable:
     )
 
 
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Returns the addresses of the first element and behind the last."""
+    begin, steps = tensor.data_ptr(), tensor.stride()
+    return begin, begin + (sum(map(mul, tensor.shape, steps)) - sum(steps) + 1) * tensor.itemsize
+
+
 # -- buffers
 
 
@@ -142,15 +149,34 @@ class InputBuffers:
 
         Streams: on the current one; the host does not wait. Contiguous pinned tensors are sent
             without staging, so the program must not write them until the copy has run.
+
+        Raises:
+            StepInputError: the step writes memory that two arguments share.
         """
+        self._require_apart(inputs)
         if self.buffers:
             sources = list(map(self._staged, inputs.tensors))
             torch._foreach_copy_(self.buffers, sources, non_blocking=True)
 
-    def note_writes(self, reads: Reads) -> None:
-        """Notes after a capture which arguments the step writes, such as a hidden state."""
+    def note_writes(self, reads: Reads, inputs: Inputs) -> None:
+        """Notes in a capture which arguments the step writes, such as a hidden state.
+
+        Raises:
+            StepInputError: the step writes memory that two arguments share.
+        """
         passed = enumerate(self._captured)
         self._written |= {i for i, each in passed if each._version or reads.writes(each)}
+        self._require_apart(inputs)
+
+    def _require_apart(self, inputs: Inputs) -> None:
+        """Refuses arguments over the same memory if one is written: their buffers are apart."""
+        for i, (j, other) in product(self._written, enumerate(inputs.tensors)):
+            begins, ends = zip(_span(inputs.tensors[i]), _span(other), strict=True)
+            if i != j and max(begins) < min(ends):
+                raise StepInputError(
+                    f"inputs {i} and {j} of a graphed step share memory, which it writes",
+                    fix="pass x.clone() for one of them: a graph has a copy of each",
+                )
 
     def write_back(self, inputs: Inputs, outputs: Any) -> None:
         """Copies what a replay has written into the step's arguments to the program's tensors on

@@ -436,12 +436,12 @@ class GraphedStep(Generic[_P, _R]):
         with captured.captured(), reads:
             outputs = detached(self._function(*args, **kwargs))
             reads.refuse_kept(buffers.buffers)
+            buffers.note_writes(reads, inputs)
             if self.pool.device.type == "cuda":
                 require_launch_order(reads.groups)
             # The state after the function ran: gradients may have been allocated in the capture.
             captured.outputs = apart_from(chain(self._state(), buffers.buffers), outputs)
         captured.parts += reads.close()
-        buffers.note_writes(reads)
         has_graphs(self)
         return captured
 

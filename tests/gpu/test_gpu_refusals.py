@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,23 +39,19 @@ def decorated(*capturables: Any, **settings: Any) -> Callable[[], object]:
 
 
 def in_another_thread() -> None:
-    step, errors = shardgrad.graphed_step()(doubled), []
-
-    def call() -> None:
-        try:
-            step(torch.ones(2))
-        except CaptureError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join()
-    raise errors[0]
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(shardgrad.graphed_step()(doubled), torch.ones(2)).result()
 
 
 def inside_another_step() -> None:
     inner = shardgrad.graphed_step()(doubled)
     shardgrad.graphed_step()(inner)(torch.ones(2))
+
+
+def two_of_the_same() -> None:
+    step, x = shardgrad.graphed_step(warmup=1)(torch.Tensor.add_), torch.ones(2, device="cuda")
+    for _ in range(2):
+        step(x, x)
 
 
 def inside_a_capture() -> None:
@@ -109,6 +105,11 @@ REFUSED: dict[str, tuple[Callable[[], object], type[ShardgradError], str]] = {
         given(Batch(WEIGHT)),
         StepInputError,
         r"torch\.utils\._pytree\.register_dataclass\(Batch\)",
+    ),
+    "two views, one of them written": (
+        two_of_the_same,
+        StepInputError,
+        "share memory",
     ),
     "a call from another thread": (in_another_thread, CaptureError, "the thread that built it"),
     "a step in a step": (inside_another_step, CaptureError, r"step\.__wrapped__"),
