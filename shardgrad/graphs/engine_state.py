@@ -221,6 +221,8 @@ class ModuleState(Capturable):
             context.require_awake()
         self._follow()
         for group in self._groups:
+            if group.in_flight is not None:
+                group.cancel_unshard()  # a replay writes the shard that it reads
             if group.state is not SHARDED:
                 group.carry_requires_grad()  # what was set on unsharded parameters
         with torch._C.DisableTorchFunction():  # makes DTensor attributes 3 times as fast
@@ -285,7 +287,7 @@ class ModuleState(Capturable):
         """
         for group in self._groups:
             group.steps_taken += 1
-            if group.is_filled or group.in_flight is not None:
+            if group.is_filled:
                 group.reshard(drop_kept=True)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
