@@ -16,7 +16,7 @@ import click
 import torch
 from torch import Tensor
 
-from benchmarks.measure import cost_of, interleaved, samples_of, spread, summarise
+from benchmarks.measure import cost_of, interleaved, samples_of, spread, summarize
 from benchmarks.run import Run, option
 from shardgrad import ops
 from shardgrad.ops import movement, norm, update
@@ -62,7 +62,7 @@ def main(run: Run, numel: int, rounds: int, device: str) -> None:
             repeats = {name: _repeats(call, device) for name, call in case.calls.items()}
             costs = interleaved(case.calls, rounds, repeats=repeats, device=device)
             samples[case.name] = {"nbytes": case.nbytes} | samples_of(costs, clock)
-            summary[case.name] = summarise(costs, "copy", clock)
+            summary[case.name] = summarize(costs, "copy", clock)
             for name, of in costs.items():
                 rates = [case.nbytes / getattr(cost, clock) for cost in of]
                 summary[case.name][name]["bytes_per_s"] = spread(rates)

@@ -160,7 +160,7 @@ def samples_of(costs: Mapping[str, Any], *fields: str) -> dict[str, Any]:
     }
 
 
-def summarise(costs: Mapping[str, Any], base: str, *fields: str) -> dict[str, Any]:
+def summarize(costs: Mapping[str, Any], base: str, *fields: str) -> dict[str, Any]:
     """Spreads of fields of costs, and of the ratios of times to those of `base` in the same round.
 
     Args:
@@ -169,7 +169,7 @@ def summarise(costs: Mapping[str, Any], base: str, *fields: str) -> dict[str, An
         *fields: as for `samples_of`.
     """
     if _is_nested(costs):
-        return {case: summarise(of, base, *fields) for case, of in costs.items()}
+        return {case: summarize(of, base, *fields) for case, of in costs.items()}
     samples = samples_of(costs, *fields)
     found: dict[str, Any] = {}
     for name, of in samples.items():

@@ -8,7 +8,7 @@ Everything is printed beside FSDP2, which is read in the installed torch.
   trained for a step with `torch.optim.SGD`, in a process of its own.
 - A *call* is a call of a Python function whose code lies in a file of the engine, in one forward or
   one backward of that model on rank 0 of two gloo ranks, after three whole steps. Operators
-  (`shardgrad.ops`) are left out, as torch's are for FSDP2. *Changes of file* are neighbours in the
+  (`shardgrad.ops`) are left out, as torch's are for FSDP2. *Changes of file* are neighbors in the
   sequence of calls that lie in different files.
 - *Private names* are attributes with a leading underscore that the package reads and defines
   nowhere, and private modules and names that it imports from torch.

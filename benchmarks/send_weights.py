@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardgrad
-from benchmarks.measure import Cost, interleaved, over_ranks, samples_of, summarise
+from benchmarks.measure import Cost, interleaved, over_ranks, samples_of, summarize
 from benchmarks.run import Run, option
 from benchmarks.workers import on_ranks
 from shardgrad.features.send_weights import WeightPlan
@@ -49,7 +49,7 @@ def main(run: Run, width: int, layers: int, ranks: int, rounds: int) -> None:
             **results[0][1],
         },
         samples=samples_of(costs, *_FIELDS),
-        summary=summarise(costs, "gather and broadcast", *_FIELDS),
+        summary=summarize(costs, "gather and broadcast", *_FIELDS),
     )
 
 

@@ -132,7 +132,7 @@ class Table:
     """A record's summary in words.
 
     Attributes:
-        title: what sets a record apart from its neighbours.
+        title: what sets a record apart from its neighbors.
         setting: where and with what it was measured.
         headings: of the columns after the first.
         rows: by name, a cell for each heading.
@@ -204,7 +204,7 @@ def heading(field: str) -> str:
 
 
 def title(record: Record) -> str:
-    """What sets a record apart from its neighbours."""
+    """What sets a record apart from its neighbors."""
     config = record["config"]
     if record["benchmark"] != "training_step":
         options = {

@@ -1,6 +1,6 @@
 // From torch's tensors to plain arguments. Everything a kernel relies on to stay inside its memory
 // is checked here, once, for every backend; the table of the movement ops lies in host memory so
-// that this costs no synchronisation.
+// that this costs no synchronization.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

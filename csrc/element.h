@@ -49,7 +49,7 @@ SHARDGRAD_INLINE float to_float(BFloat16 value) {
 
 // The exponent field grows by 112 (bias 15 to bias 127); infinities and NaNs by another 112, to all
 // ones. A subnormal has no implicit leading one: giving it one and subtracting it again lets the
-// FPU normalise it, on normal floats only, so flush-to-zero modes do not change the result.
+// FPU normalize it, on normal floats only, so flush-to-zero modes do not change the result.
 SHARDGRAD_INLINE float to_float(Float16 value) {
   const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
   const uint32_t magnitude = static_cast<uint32_t>(value.bits & 0x7fffu) << 13;

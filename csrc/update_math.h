@@ -25,7 +25,7 @@ struct AdamRule {
   static constexpr int kHyperNumel = 5;
   static constexpr int kStates = 2;
 
-  C gain;  // what a gradient is multiplied by; negative if the objective is maximised
+  C gain;  // what a gradient is multiplied by; negative if the objective is maximized
   C decay;
   C weight_decay;
   C rate1;

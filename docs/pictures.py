@@ -218,18 +218,18 @@ def draw_arrow(first: Box, then: Box, *, missing: bool) -> list[str]:
     x2 = left_of(then) + 8
     y1 = middle_of(first.lane) + (BOX_HEIGHT / 2 if down else -BOX_HEIGHT / 2)
     y2 = middle_of(then.lane) + (-BOX_HEIGHT / 2 if down else BOX_HEIGHT / 2)
-    colour, dashes = (MISSING, ' stroke-dasharray="7 5"') if missing else (WAIT, "")
+    color, dashes = (MISSING, ' stroke-dasharray="7 5"') if missing else (WAIT, "")
     head = "missing" if missing else "wait"
     return [
-        f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}" '
+        f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{color}" '
         f'stroke-width="2.5"{dashes} marker-end="url(#{head})"/>'
     ]
 
 
-def marker(name: str, colour: str) -> str:
+def marker(name: str, color: str) -> str:
     return (
         f'<marker id="{name}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" markerHeight="6" '
-        f'orient="auto-start-reverse"><path d="M0 0 8 4 0 8z" fill="{colour}"/></marker>'
+        f'orient="auto-start-reverse"><path d="M0 0 8 4 0 8z" fill="{color}"/></marker>'
     )
 
 

@@ -91,7 +91,7 @@ def fully_shard(
         mesh: 1-D to shard over it (FSDP); 2-D with axis names to replicate over axis 0 and shard
             over axis 1 (HSDP). None means 1-D over all ranks.
         reshard_after_forward: True frees unsharded parameters after forward and gathers them again
-            in backward; False keeps them; an int keeps them sharded over that many neighbouring
+            in backward; False keeps them; an int keeps them sharded over that many neighboring
             ranks. None means True, except for the root and, on the CPU, for the unit that ran last,
             which backward needs first. On a device, keeping that unit would add its memory to the
             peak at the loss.

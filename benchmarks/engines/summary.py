@@ -63,7 +63,7 @@ def record_of(
         "environment": {**environment, "versions": _versions(), **outcome.hardware},
         "config": config,
         "samples": _samples(outcome, task),
-        "summary": summarise(outcome, task),
+        "summary": summarize(outcome, task),
         "left_out": {name: outcome.left_out[name] for name in names if name in outcome.left_out},
         "disagreed": outcome.disagreed,
         "unobserved": outcome.unobserved,
@@ -94,7 +94,7 @@ def _samples(outcome: Outcome, task: Task) -> dict[str, Any]:
     return found
 
 
-def summarise(outcome: Outcome, task: Task) -> dict[str, Any]:
+def summarize(outcome: Outcome, task: Task) -> dict[str, Any]:
     """What is reported of each engine."""
     found: dict[str, Any] = {}
     for name, measured in outcome.measured.items():

@@ -33,7 +33,7 @@ inline dim3 blocks_for(int64_t tiles_of_rank, int64_t ranks) {
 
 SHARDGRAD_INLINE int64_t tiles_in(int64_t numel) { return (numel + kTile - 1) / kTile; }
 
-// As many elements as the wider type has in 128 bits, so that neighbours' accesses to either lie
+// As many elements as the wider type has in 128 bits, so that neighbors' accesses to either lie
 // side by side. With as many as the narrower one has, each store of the wider would fill half of
 // what the memory takes at once: packing bfloat16 into float32 took half as long again on an H200.
 template <class Source, class Out>

@@ -5,7 +5,7 @@ weights, because of different seeds or a checkpoint that only one rank loaded, t
 mixture of them (under HSDP its replicas even differ), and the loss does not show it. So
 `fully_shard` computes an integer checksum of every parameter before sharding it, at memory
 bandwidth, and lazy init compares the checksums, a line of text per parameter, as it compares
-descriptions of the model. Parameters that any rank has written since, by loading or by initialising
+descriptions of the model. Parameters that any rank has written since, by loading or by initializing
 shards, are not compared; neither are parameters that were on the meta device.
 """
 

@@ -63,7 +63,7 @@ class Watchdog(threading.Thread):
     The thread that creates it is the training thread.
 
     Args:
-        store: the store that the process group was initialised with; the watchdog opens another
+        store: the store that the process group was initialized with; the watchdog opens another
             connection to it.
         rank: the rank of this process.
         world_size: number of ranks.

@@ -123,7 +123,7 @@ class FSDPParam:
         owners: every (module, attribute) that registers it; several if it is tied.
         sharded: the DTensor that the optimizer sees; the original parameter until it is sharded.
         unsharded: the tensor that compute sees; created at the first unshard.
-        post_forward: the DTensor over neighbouring ranks, if the group reshards to fewer.
+        post_forward: the DTensor over neighboring ranks, if the group reshards to fewer.
         group: the group, once there is one.
     """
 
@@ -418,7 +418,7 @@ class GroupSpec:
         shard_memory: where shards, gradients and optimizer states live.
         stage: what each rank keeps unsharded.
         second_step: creates the step after the reduce-scatter; None without a second mesh axis.
-        mesh_after_forward: the neighbouring ranks that an int `reshard_after_forward` reshards to.
+        mesh_after_forward: the neighboring ranks that an int `reshard_after_forward` reshards to.
     """
 
     mesh: DataParallelMesh
@@ -545,7 +545,7 @@ class ParamGroup:
         self.name = name
         self._gather_tag = MessageTag.of(f"all-gather of {name}", 4 * number)
         self._regather_tag = MessageTag.of(
-            f"all-gather of {name} from its neighbours", 4 * number + 1
+            f"all-gather of {name} from its neighbors", 4 * number + 1
         )
         self.reduce_tag = MessageTag.of(f"reduce-scatter of {name}", 4 * number + 2)
         self.gather = None

@@ -1,4 +1,4 @@
-"""`Muon` over sharded matrices: one rank orthogonalises each matrix.
+"""`Muon` over sharded matrices: one rank orthogonalizes each matrix.
 
 A step processes the buckets of [Note: Owned matrices] in `ownership.py` one after the other. For
 each bucket it updates the momentum of this rank's pieces, sends pieces to the matrices' owners,
@@ -65,8 +65,8 @@ class Muon(FlatOptimizer):
         adjust_lr_fn: factor of lr by shape: "original" or None, `max(1, rows / columns) ** 0.5`; or
             "match_rms_adamw", `0.2 * max(rows, columns) ** 0.5`.
         num_heads: number of equal parts into which the rows of each matrix are split, such as
-            attention heads; each is orthogonalised separately. Usually set per group.
-        ns_dtype: dtype in which matrices are sent and orthogonalised: bfloat16, float32 or float64;
+            attention heads; each is orthogonalized separately. Usually set per group.
+        ns_dtype: dtype in which matrices are sent and orthogonalized: bfloat16, float32 or float64;
             always float64 for float64 parameters.
         momentum_dtype: dtype of the momentum; None for the dtype of the gradients.
         master: "float32" or "remainder", in addition to 16-bit weights. See [Note: Exact weights].

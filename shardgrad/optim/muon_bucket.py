@@ -85,7 +85,7 @@ class Bucket:
     Args:
         updates: the bucket's updates in the step in which it is planned. Their segments have the
             same entry of `param_groups`, shard group, device and dtype.
-        dtype: the dtype in which matrices are exchanged and orthogonalised, unless parameters are
+        dtype: the dtype in which matrices are exchanged and orthogonalized, unless parameters are
             float64.
 
     Attributes:
@@ -150,7 +150,7 @@ class Bucket:
         exchange = self._exchange
         sent = self._step_momentum(updates, with_states)
         received = self._all_to_all(sent, exchange.sent, exchange.received)
-        self._orthogonalise(received, updates[0].hyper[EPS])
+        self._orthogonalize(received, updates[0].hyper[EPS])
         orthogonal = self._all_to_all(received, exchange.received, exchange.sent)
         self._step_weights(with_states(updates, ("master", "remainder")), orthogonal)
 
@@ -206,8 +206,8 @@ class Bucket:
                     decoupled=True,
                 )
 
-    def _orthogonalise(self, received: torch.Tensor, eps: torch.Tensor) -> None:
-        """Assembles the owned matrices from pieces, orthogonalises them, and writes the pieces
+    def _orthogonalize(self, received: torch.Tensor, eps: torch.Tensor) -> None:
+        """Assembles the owned matrices from pieces, orthogonalizes them, and writes the pieces
         back.
         """
         exchange = self._exchange

@@ -1,9 +1,9 @@
-"""Decides which rank orthogonalises which matrix, and lays out the exchange buffers. No tensors.
+"""Decides which rank orthogonalizes which matrix, and lays out the exchange buffers. No tensors.
 
 [Note: Owned matrices]
 Newton-Schulz needs an unsharded matrix. So every matrix has one *owner* in its shard group. If one
 rank has all of a matrix, for example that of an expert or of an attention head, that rank owns it.
-For every other matrix, the owner receives the pieces of all ranks, orthogonalises the matrix and
+For every other matrix, the owner receives the pieces of all ranks, orthogonalizes the matrix and
 sends the results back: two exchanges, each an all-to-all. A rank never holds an unsharded matrix
 that it does not own.
 

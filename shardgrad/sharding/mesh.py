@@ -221,7 +221,7 @@ class DataParallelMesh:
         return self.shard_group if self.levels is None else self.levels.inner
 
     def subdivide(self, size: int) -> DataParallelMesh:
-        """Returns the mesh of groups of `size` neighbouring ranks, for an integer reshard.
+        """Returns the mesh of groups of `size` neighboring ranks, for an integer reshard.
 
         Creates process groups on the first call for a mesh and size, so every rank must call it.
 
@@ -246,7 +246,7 @@ class DataParallelMesh:
 @lru_cache(maxsize=64)
 def _subdivided(mesh: DeviceMesh, _: dist.ProcessGroup, size: int) -> DataParallelMesh:
     grid = DeviceMesh(
-        mesh.device_type, mesh.mesh.view(-1, size), mesh_dim_names=("neighbours", "shard")
+        mesh.device_type, mesh.mesh.view(-1, size), mesh_dim_names=("neighbors", "shard")
     )
     return DataParallelMesh.of(grid["shard"])
 

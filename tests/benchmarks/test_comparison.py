@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.engines.catalogue import ENGINES
 from benchmarks.engines.comparison import Disagreement, Outcome, compare, disagreement
-from benchmarks.engines.summary import summarise
+from benchmarks.engines.summary import summarize
 from benchmarks.engines.task import Length, Task
 from benchmarks.noise import verdict
 
@@ -50,7 +50,7 @@ def test_every_engine_that_fails_becomes_a_row_with_its_reason_and_the_rest_goes
     assert outcome.unobserved == {"collectives": "rank 0 was ended by SIGABRT (observe)"}
     measured = {name: len(of.costs) for name, of in outcome.measured.items()}
     assert measured == {"fsdp2": 4, "shardgrad": 4, "collectives": 4}
-    summary = summarise(outcome, TASK)
+    summary = summarize(outcome, TASK)
     assert summary["collectives"]["ratio_to_base"]["median"] == pytest.approx(0.75)
 
 

@@ -1,4 +1,4 @@
-"""Ranks that had different weights are told so, and those that were loaded or initialised later are
+"""Ranks that had different weights are told so, and those that were loaded or initialized later are
 not.
 """
 
@@ -78,11 +78,11 @@ def test_replicas_that_differ_are_told_on_every_rank() -> None:
 
 
 @on_ranks(2)
-def test_shards_that_each_rank_initialises_may_differ() -> None:
+def test_shards_that_each_rank_initializes_may_differ() -> None:
     with torch.device("meta"):
         model = blocks(0)
     sharded(model).to_empty(device="cpu")
-    torch.manual_seed(dist.get_rank())  # as every rank initialises its shards
+    torch.manual_seed(dist.get_rank())  # as every rank initializes its shards
     for module in model:
         module.reset_parameters()
     trains(model)

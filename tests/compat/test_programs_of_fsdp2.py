@@ -1,6 +1,6 @@
 """What programs written for FSDP2 rely on, beyond plain training: each is run under both engines.
 
-docs/reference/fsdp2.md lists such behaviours with the test that shows each.
+docs/reference/fsdp2.md lists such behaviors with the test that shows each.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ def translated(source: str) -> str:
     """Returns a .cu or .cuh file as C++: launches become calls, and shared memory belongs to a
     block.
     """
-    synchronises = "true" if "__syncthreads" in source or "is_last_block" in source else "false"
-    source = _LAUNCH.sub(rf"on_host::launch<\1, {synchronises}>(\2, \3, \4);", source)
+    synchronizes = "true" if "__syncthreads" in source or "is_last_block" in source else "false"
+    source = _LAUNCH.sub(rf"on_host::launch<\1, {synchronizes}>(\2, \3, \4);", source)
     return _SHARED.sub(
         r"static const char of_\2 = 0; auto& \2 = on_host::shared<\1\3>(&of_\2);",
         source,

@@ -198,7 +198,7 @@ def test_half_width_values_are_read_exactly_and_rounding_to_them_is_torchs(
 ) -> None:
     values = all_values(half).float()
     finite = values[values.isfinite()]
-    ties = (finite[:-1].double() + finite[1:].double()).div(2).float()  # halfway between neighbours
+    ties = (finite[:-1].double() + finite[1:].double()).div(2).float()  # halfway between neighbors
     limits = torch.tensor(
         [65504.0, 65519.996, 65520.0, 65536.0, 3.4e38, math.inf, -math.inf, math.nan, 1e-45, -0.0]
     )

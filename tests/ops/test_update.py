@@ -278,7 +278,7 @@ def test_an_exact_weight_goes_the_way_of_a_float32_parameter(
             assert_same_bits(exact, expected)
             if master == torch.float32:
                 assert_same_bits(stored, exact.to(half))
-            else:  # of two neighbours equally near, the larger
+            else:  # of two neighbors equally near, the larger
                 assert (
                     (stored.float() - exact).abs() <= (exact.to(half).float() - exact).abs()
                 ).all()
@@ -300,7 +300,7 @@ def test_who_writes_the_parameter_last_wins_over_the_master(
 
 def test_stochastic_rounding_is_right_on_average(backend: str) -> None:
     numel, lr = 40_000, 2.0**-10
-    # A quarter of the way from 1 to its upper neighbour in bfloat16, 1 + 2**-7; the step itself is
+    # A quarter of the way from 1 to its upper neighbor in bfloat16, 1 + 2**-7; the step itself is
     # exact.
     s = Segment.of((numel,), param=torch.bfloat16, taken=0)
     s.param.fill_(1.0)
@@ -311,7 +311,7 @@ def test_stochastic_rounding_is_right_on_average(backend: str) -> None:
     assert (up | (after == 1)).all()
     deviation = math.sqrt(0.25 * 0.75 / numel)
     assert abs(up.double().mean().item() - 0.25) < 5 * deviation
-    # Neighbours toss coins of their own: P(both up) is the square, whatever the distance.
+    # Neighbors toss coins of their own: P(both up) is the square, whatever the distance.
     for distance in (1, 2, 16, 256):
         both = (up[distance:] & up[:-distance]).double().mean().item()
         assert abs(both - 0.0625) < 5 * math.sqrt(0.0625 * 0.9375 / numel) * 2

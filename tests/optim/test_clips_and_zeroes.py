@@ -34,7 +34,7 @@ class Both:
     Attributes:
         poisoned: parameters of which a clip has found a gradient that is not finite.
         spoiled: those that were clipped by such a norm, so that torch would have lost them, too,
-            and their neighbours in a unit, whose step may be skipped.
+            and their neighbors in a unit, whose step may be skipped.
     """
 
     def __init__(self, rng: random.Random) -> None:

@@ -92,7 +92,7 @@ def test_what_dtensor_cannot_do_fails_as_under_fsdp2(two_ranks: Ranks, name: str
     two_ranks.run(_does_alike, _train, name)
 
 
-def _minimise(engine: Engine, line_search: str | None) -> Tensors:
+def _minimize(engine: Engine, line_search: str | None) -> Tensors:
     model = engine.fully_shard(stack(4, 6, 2))
     x, y = engine.inputs(0, 4), engine.inputs(1, 2)
     # On the mean of each rank's loss: a line search that saw different losses would tear ranks
@@ -113,7 +113,7 @@ def _minimise(engine: Engine, line_search: str | None) -> Tensors:
 
 @pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
 def test_lbfgs_does_what_it_does_under_fsdp2(two_ranks: Ranks, line_search: str | None) -> None:
-    two_ranks.run(_does_alike, _minimise, line_search)
+    two_ranks.run(_does_alike, _minimize, line_search)
 
 
 # -- under capture

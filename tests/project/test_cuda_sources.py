@@ -87,7 +87,7 @@ def test_the_architectures_of_a_wheel_are_those_that_nvcc_was_asked_for(tmp_path
 
 
 @pytest.mark.parametrize("source", [*SOURCES, *HEADERS], ids=lambda path: path.name)
-def test_a_cuda_source_never_allocates_synchronises_picks_a_stream_or_asks_for_the_architecture(
+def test_a_cuda_source_never_allocates_synchronizes_picks_a_stream_or_asks_for_the_architecture(
     source: Path,
 ) -> None:
     text = source.read_text()

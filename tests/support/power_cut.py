@@ -229,9 +229,7 @@ class PowerCut:
         folder = self._found(source.parent)
         if folder is None:
             return
-        assert folder is self._found(target.parent), (
-            "a rename from folder to folder is not modelled"
-        )
+        assert folder is self._found(target.parent), "a rename from folder to folder is not modeled"
         assert folder.entries is not None
         node = folder.entries.pop(source.name)
         folder.entries[target.name] = node

@@ -38,7 +38,7 @@ _TREE_SHARE = 0.92
 
 
 def nodes_of(axis: str, ranks: int, shards: int, devices_per_node: int) -> int:
-    """Returns on how many nodes the ranks of a mesh axis are: neighbouring ranks share a node,
+    """Returns on how many nodes the ranks of a mesh axis are: neighboring ranks share a node,
     replicas are `shards` ranks apart.
     """
     stride = shards if axis == "replicate" else 1

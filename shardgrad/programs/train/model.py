@@ -66,7 +66,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each normalised before and added to the residual stream after."""
+    """Attention and feed-forward, each normalized before and added to the residual stream after."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()

@@ -60,7 +60,7 @@ class Model:
         ties: pairs of blocks of which the second has the weight of the first.
         aux: a second output, from the middle.
         guess: "", "no_grad" or "grad": forward first calls the root itself.
-        several: these two neighbours are one unit, a list.
+        several: these two neighbors are one unit, a list.
         parallel: blocks get the same input, and do not wait for each other.
         stem: the stream in which the stem runs.
         caller: the stream in which every operation is called.

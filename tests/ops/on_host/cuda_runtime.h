@@ -49,7 +49,7 @@ inline dim3 thread, block, grid;  // of the thread that runs
 
 enum class At { kNothing, kBarrier, kEnd };
 
-// A thread of a block that synchronises is a fiber: it runs up to a barrier, where it waits for the
+// A thread of a block that synchronizes is a fiber: it runs up to a barrier, where it waits for the
 // others, or to an operation that other blocks may see, before which they may run. It begins as a
 // context, once, and is left and resumed by jumps, which ask the system for nothing.
 struct Fiber {
@@ -70,7 +70,7 @@ struct Block {
 };
 
 inline std::vector<Block> resident;
-inline Block* running = nullptr;  // of a kernel that synchronises
+inline Block* running = nullptr;  // of a kernel that synchronizes
 inline jmp_buf scheduler;
 inline std::function<void()> body;
 inline std::mt19937_64 drawn(
@@ -171,12 +171,12 @@ inline std::vector<dim3> blocks_in_order() {
   return order;
 }
 
-inline void run(dim3 of_grid, unsigned threads, bool synchronises, std::function<void()> kernel) {
+inline void run(dim3 of_grid, unsigned threads, bool synchronizes, std::function<void()> kernel) {
   constexpr size_t kResident = 3;
   grid = of_grid;
   body = std::move(kernel);
   std::vector<dim3> waiting = blocks_in_order();
-  if (!synchronises) {
+  if (!synchronizes) {
     std::vector<unsigned> order(threads);
     std::iota(order.begin(), order.end(), 0u);
     for (const dim3& each : waiting) {
@@ -222,15 +222,15 @@ inline std::map<const char*, Launchable>& kernels() {
   return all;
 }
 
-template <auto kernel, bool synchronises>
+template <auto kernel, bool synchronizes>
 struct Kernel;
 
-template <class... P, void (*kernel)(P...), bool synchronises>
-struct Kernel<kernel, synchronises> {
+template <class... P, void (*kernel)(P...), bool synchronizes>
+struct Kernel<kernel, synchronizes> {
   static_assert((std::is_trivially_copyable_v<P> && ...), "a launch copies bytes");
 
   static void run(void* const* arguments, unsigned grid_x, unsigned grid_y, unsigned threads) {
-    on_host::run({grid_x, grid_y}, threads, synchronises, [=] {
+    on_host::run({grid_x, grid_y}, threads, synchronizes, [=] {
       call(arguments, std::index_sequence_for<P...>{});
     });
   }
@@ -244,11 +244,11 @@ struct Kernel<kernel, synchronises> {
       kernels().emplace(typeid(Kernel).name(), Launchable{run, {sizeof(P)...}}).second;
 };
 
-template <auto kernel, bool synchronises, class... P>
+template <auto kernel, bool synchronizes, class... P>
 void launch(dim3 grid, unsigned threads, P... arguments) {
-  (void)Kernel<kernel, synchronises>::is_known;
+  (void)Kernel<kernel, synchronizes>::is_known;
   void* const pointers[] = {&arguments...};
-  Kernel<kernel, synchronises>::run(pointers, grid.x, grid.y, threads);
+  Kernel<kernel, synchronizes>::run(pointers, grid.x, grid.y, threads);
 }
 
 }  // namespace on_host

@@ -32,7 +32,7 @@ class NestedCaptureError(CaptureError):
 
 
 class HostSyncInCaptureError(CaptureError):
-    """The host waits for a device that is being captured: a synchronisation, `.item()`, a blocking
+    """The host waits for a device that is being captured: a synchronization, `.item()`, a blocking
     copy.
     """
 

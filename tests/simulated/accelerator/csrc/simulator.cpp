@@ -122,7 +122,7 @@ void Simulator::wait(const Event& event, int device, int64_t stream, Site site) 
   graph->items.push_back({Item::Wait, lane, site, {}, {}, {}, event.number});
 }
 
-// -- host synchronisation
+// -- host synchronization
 // -----------------------------------------------------------------------------------
 
 void Simulator::refuse_sync(int device, const char* what) {
@@ -135,7 +135,7 @@ void Simulator::refuse_sync(int device, const char* what) {
 
 void Simulator::synchronize_stream(int device, int64_t stream) {
   Lock lock(mutex_);
-  refuse_sync(device, "a stream synchronisation or query, or a value read back,");
+  refuse_sync(device, "a stream synchronization or query, or a value read back,");
   host_learns(device, lanes_[eager_lane(device, stream)].clock);
 }
 
@@ -144,7 +144,7 @@ void Simulator::synchronize_event(const Event& event) {
   if (!event.recorded)
     throw Refusal(
         Error::UnrecordedEvent, "expected an event that was recorded, got one that never was");
-  refuse_sync(event.device, "an event synchronisation or query");
+  refuse_sync(event.device, "an event synchronization or query");
   if (event.graph != 0)
     throw Refusal(
         Error::ForeignEvent, "the host waits for an event that was recorded inside a capture");
@@ -153,7 +153,7 @@ void Simulator::synchronize_event(const Event& event) {
 
 void Simulator::synchronize_device(int device) {
   Lock lock(mutex_);
-  refuse_sync(device, "a device synchronisation");
+  refuse_sync(device, "a device synchronization");
   Clock all;
   for (const LaneState& lane : lanes_)
     if (lane.device == device) all.join(lane.clock);

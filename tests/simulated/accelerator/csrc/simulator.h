@@ -105,7 +105,7 @@ class Simulator {
   void record(Event& event, int device, int64_t stream, Site site);
   void wait(const Event& event, int device, int64_t stream, Site site);
 
-  // Host synchronisation.
+  // Host synchronization.
   void synchronize_stream(int device, int64_t stream);
   void synchronize_event(const Event& event);
   void synchronize_device(int device);
