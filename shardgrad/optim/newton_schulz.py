@@ -25,7 +25,7 @@ def newton_schulz_(
     coefficients: tuple[float, float, float] = COEFFICIENTS,
     steps: int = 5,
 ) -> None:
-    """Orthogonalises matrices of one shape, in place.
+    """Orthogonalizes matrices of one shape, in place.
 
     Args:
         matrices: [count, rows, columns], in the dtype of the iteration; bfloat16 has the range of
