@@ -169,8 +169,8 @@ def unmark(p: FSDPParam) -> None:
 
 def managed_by(param: torch.Tensor) -> FSDPParam | None:
     """Returns the `FSDPParam` of a sharded parameter; None if it is foreign or was replaced."""
-    managed = fsdp_param_of(param)
-    return managed if managed is not None and managed.sharded is param else None
+    p = _known.get(id(param))
+    return p if p is not None and p.sharded is param else None
 
 
 def fsdp_param_of(param: torch.Tensor) -> FSDPParam | None:

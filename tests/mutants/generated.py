@@ -20,7 +20,7 @@ TESTS = {
     "shardgrad/engine": (
         "tests/engine/test_gradients_kept.py tests/test_module.py tests/engine tests/checks"
         " tests/features tests/fuzz/test_programs.py tests/optim/test_clips_and_zeroes.py"
-        " tests/sharding/test_offload.py tests/mistakes"
+        " tests/sharding tests/mistakes"
     ),
     "shardgrad/sharding": "tests/sharding tests/engine/test_kept_programs.py tests/features",
     "shardgrad/optim": "tests/optim tests/fuzz/test_programs.py"
