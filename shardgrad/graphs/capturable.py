@@ -179,10 +179,16 @@ class OptimizerState(Capturable):
         self._optimizer = optimizer
         # Learning rates, by the group's first parameter: loading replaces the groups themselves.
         self._rates: dict[int, torch.Tensor] = {}
-        # The values of the optimizer's state at the last call of `guards`, and their plain tensors,
-        # cached since guards are computed at every call.
+        # The values in `_owners` at the last call of `guards`, and the plain tensors and numbers
+        # among them, cached since guards are computed at every call.
         self._values: list[Any] = []
         self._memory: list[torch.Tensor] = []
+        self._numbers: tuple[Any, ...] = ()
+
+    def _owners(self) -> list[dict[Any, Any]]:
+        """Returns the dictionaries that hold the optimizer's state."""
+        state = self._optimizer.state
+        return [state, *state.values(), *self._optimizer.param_groups]
 
     def begin_call(self) -> None:
         """See `Capturable`."""
@@ -198,32 +204,49 @@ class OptimizerState(Capturable):
 
     def guards(self) -> Hashable:
         """See `Capturable`."""
-        groups = self._optimizer.param_groups
+        groups, owners = self._optimizer.param_groups, self._owners()
         params = tuple([tuple(map(id, group["params"])) for group in groups])
-        numbers = tuple(
-            [
-                (key, value if type(value) in _NUMBERS else _constant(value))
-                for group in groups
-                for key, value in group.items()
-                if key != "params"
-            ]
-        )
-        values = list(chain.from_iterable(map(dict.values, self._optimizer.state.values())))
+        values = list(chain.from_iterable(map(dict.values, owners)))
         if len(values) != len(self._values) or not all(map(is_, values, self._values)):
             self._values = values
             self._memory = list(plain_tensors(values))
+            self._numbers = tuple(
+                [pair for owner in owners for pair in owner.items() if type(pair[1]) in _NUMBERS]
+            )
+        constants = tuple(
+            [
+                (key, _constant(value))
+                for group in groups
+                for key, value in group.items()
+                if key != "params" and type(value) not in _NUMBERS
+            ]
+        )
         addresses = tuple(map(torch.Tensor.data_ptr, self._memory))
-        return numbers, ("parameters", params), ("addresses of its state", addresses)
+        return (
+            self._numbers,
+            constants,
+            ("parameters", params),
+            ("addresses of its state", addresses),
+            ("groups and state", tuple(map(id, owners))),
+        )
+
+    def snapshot(self) -> Callable[[], None]:
+        """See `Capturable`."""
+        contents = [(owner, dict(owner)) for owner in self._owners()]
+
+        def restore() -> None:
+            for owner, content in contents:
+                owner.clear()  # of what the step has added
+                owner.update(content)
+
+        return restore
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Capturable`."""
-        name = type(self._optimizer).__name__
-        for number, state in enumerate(self._optimizer.state.values()):
-            for key, value in state.items():
+        for number, owner in enumerate(self._owners()):
+            for key, value in owner.items():
                 if isinstance(value, torch.Tensor):
-                    yield f"{key} of parameter {number} of {name}", value
-        for number, rate in enumerate(self._rates.values()):
-            yield f"learning rate {number} of {name}", rate
+                    yield f"{key} {number} of {type(self._optimizer).__name__}", value
 
 
 def _constant(value: Any) -> Hashable:

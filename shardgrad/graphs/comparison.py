@@ -73,9 +73,8 @@ def frozen_values(
 
     def state() -> Iterator[tuple[str, torch.Tensor]]:
         for number, each in enumerate(capturables):
-            suffix = f" (capturable {number})" if len(capturables) > 1 else ""
             for name, tensor in each.tensors():
-                yield name + suffix, tensor
+                yield f"{name} (capturable {number})", tensor
 
     def restore() -> None:
         for tensor, value in copies:

@@ -221,10 +221,9 @@ class ModuleState(Capturable):
             context.require_awake()
         self._follow()
         for group in self._groups:
-            if group.in_flight is not None:
+            if group.in_flight or group.state is not SHARDED:
                 group.cancel_unshard()  # a replay writes the shard that it reads
-            if group.state is not SHARDED:
-                group.carry_requires_grad()  # what was set on unsharded parameters
+                group.show_sharded()  # a replay reads there what unsharded parameters were set to
         with torch._C.DisableTorchFunction():  # makes DTensor attributes 3 times as fast
             before, self._trains = self._trains, tuple(map(_REQUIRES_GRAD, self._trainable))
         self._is_placed = self._trains == before

@@ -221,10 +221,17 @@ class Reads(TorchDispatchMode):
                 "that is trained by itself",
             )
 
-    def refuse_kept(self, buffers: Iterable[torch.Tensor]) -> None:
-        """Refuses a step that stores an argument and reads it in the next call: `buffers`, the
-        graph's inputs, hold the next call's arguments by then.
+    def refuse_host_work(self, buffers: Iterable[torch.Tensor]) -> None:
+        """Refuses a step that steps a schedule, and one that stores an argument and reads it in the
+        next call: `buffers`, the graph's inputs, hold the next call's arguments by then.
         """
+        for place, value in self.numbers:
+            # The count of torch's schedules.
+            if place.way[-1:] == ((getattr, "last_epoch"),) and place.found() != value:
+                raise CaptureError(
+                    f"it steps a schedule, whose {place.name} changes",
+                    fix="schedule.step() after the call",
+                )
         memory = storages_of(buffers)
         for place in self.places:
             if memory & storages_of([place.found()]):

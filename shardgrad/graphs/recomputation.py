@@ -88,20 +88,20 @@ class Redraws:
             generator.manual_seed(seed).set_offset(self._begin + start)
 
     def end_replay(self) -> None:
-        """Refuses a replay that drew more or fewer random numbers than the eager call.
+        """Refuses a replay that drew more or fewer random numbers than the eager call. Recomputed
+        regions then drew other numbers than in forward, or the step sets a seed, unlike a replay.
 
         Raises:
-            ReplayMismatchError: the recomputed regions drew other numbers than in forward.
+            ReplayMismatchError: the generator has moved by another distance.
         """
         drawn = self.default.get_offset() - self._begin
         if drawn != self._drawn:
             raise ReplayMismatchError(
-                "a graph drew more or fewer random numbers than the eager step, so its recomputed "
-                "regions did not draw the numbers of their forward",
+                "a graph drew more or fewer random numbers than the eager step",
                 expected=f"the generator's offset to advance by {self._drawn}",
                 got=f"an advance by {drawn}",
-                fix="torch.utils.checkpoint.checkpoint(..., preserve_rng_state=False); or draw the "
-                "same numbers whether or not the step is being captured",
+                fix="torch.manual_seed(...) between calls; or draw the same numbers whether or not "
+                "the step is being captured; or preserve_rng_state=False for recomputed regions",
             )
 
     @contextmanager

@@ -31,6 +31,7 @@ from torch.backends.cuda import (
 )
 from torch.utils._pytree import tree_map_only
 
+from shardgrad.diagnosis.program_line import line_that_raised
 from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import CaptureError, CollectiveError, OptionError, listed
 from shardgrad.graphs.capturable import CaptureAgain, capturable, difference, host_snapshot
@@ -49,7 +50,6 @@ from shardgrad.graphs.preflight import (
     require_launch_order,
     watched,
 )
-from shardgrad.graphs.program_line import line_that_raised
 from shardgrad.graphs.reads import Reads
 from shardgrad.graphs.recomputation import Redraws
 
@@ -192,8 +192,8 @@ class GraphedStep(Generic[_P, _R]):
         self._buffers: WeakValueDictionary[Hashable, InputBuffers] = WeakValueDictionary()
         self._refused: dict[Hashable, str] = {}
         # The keys of the latest eager calls, each with the random numbers that the call's
-        # recomputed regions drew.
-        self._seen: dict[Key, Redraws] = {}
+        # recomputed regions drew, and with what its eager regions have changed, or "".
+        self._seen: dict[Key, tuple[Redraws, str]] = {}
         self._found: list[str] = []  # on a device without graphs: what a capture would not repeat
         self._thread_id = threading.get_ident()
         self._closed = False
@@ -211,8 +211,7 @@ class GraphedStep(Generic[_P, _R]):
         self.pool.follow()
         for each in self._capturables:
             each.begin_call()
-        guards = _modes(self.pool.device), *[each.guards() for each in self._capturables]
-        key = inputs.key, guards
+        key = inputs.key, self._guards()
         captured = self._look_up(key)
         self._news = self._what_is_new(key) if captured is None else captured.why_not()
         self._before = key
@@ -231,7 +230,7 @@ class GraphedStep(Generic[_P, _R]):
         known = captured
         is_warm = self.eager_steps >= self._warmup and self.pool.can_capture
         if not (known or self._news or inputs.key in self._refused) and is_warm:
-            captured = self._capture_or_refuse(inputs, self._seen[self._before])
+            captured = self._capture_or_refuse(inputs, self._seen[self._before][0])
             if captured is not None:
                 self.captures += 1
                 self._news = captured.why_not()
@@ -273,13 +272,19 @@ class GraphedStep(Generic[_P, _R]):
                 "a learning rate, torch's Adam or AdamW with capturable=True; for its state, write "
                 "into the existing tensors"
             )
-        return ""
+        return self._seen[key][1]
 
     def _run_eagerly(self, inputs: Inputs) -> Any:
+        changed = ""
+
         def call_region(region: Callable[[], Any]) -> None:
+            nonlocal changed
             for each in self._capturables:
                 each.at_eager_border()
+            before = self._guards()
             region()
+            if (now := self._guards()) != before:
+                changed = f"state that a call in `outside` has changed: {difference(before, now)}"
 
         # The program's own tensors where they are on the device, so that writes reach it, also
         # through other tensors that share the memory; and copies of the others.
@@ -298,7 +303,7 @@ class GraphedStep(Generic[_P, _R]):
         self.eager_steps += 1
         if is_told:
             self._warn(f"{self._without_graphs()}.")
-        self._seen[self._before] = redraws
+        self._seen[self._before] = redraws, changed
         # Those that have a graph may be among them, so as many others are kept.
         if len(self._seen) > 2 * self._max_graphs:
             del self._seen[next(iter(self._seen))]
@@ -435,7 +440,7 @@ class GraphedStep(Generic[_P, _R]):
         )
         with captured.captured(), reads:
             outputs = detached(self._function(*args, **kwargs))
-            reads.refuse_kept(buffers.buffers)
+            reads.refuse_host_work(buffers.buffers)
             buffers.note_writes(reads, inputs)
             if self.pool.device.type == "cuda":
                 require_launch_order(reads.groups)
@@ -457,6 +462,10 @@ class GraphedStep(Generic[_P, _R]):
                 where=listed(latest[-1].reads.changed()),
                 fix="pass the tensor as an argument, or keep one tensor and write into it",
             )
+
+    def _guards(self) -> tuple[Hashable, ...]:
+        """Returns what a graph freezes: the modes of torch, and the guards of all capturables."""
+        return _modes(self.pool.device), *[each.guards() for each in self._capturables]
 
     def _state(self) -> Iterator[torch.Tensor]:
         """Yields the tensors that hold the state of all capturables."""

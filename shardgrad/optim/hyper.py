@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, chain, count
 from numbers import Real
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -202,14 +202,19 @@ class OptimGroup(dict[str, Any]):
         Raises:
             OptionError: a value is outside its range, or the combination is not allowed; nothing
                 was changed.
-            CaptureError: a graph is being captured, each replay of which would write these values.
+            CaptureError: a graph is being captured, whose replays would not assign anew.
         """
         values = dict(*args, **kwargs)
+        if any(map(is_capturing, self._mirrors)):
+            raise CaptureError(
+                f"the optimizer's {', '.join(values)} was assigned during a capture",
+                expected="an assignment between replays, for the next one",
+                got="an assignment that a replay would not make, or with the same value",
+                fix="move scheduler.step() and assignments out of the captured function",
+            )
         for key, numbers in self.check(values).items():
-            for device, mirror in self._mirrors.items():
+            for mirror in self._mirrors.values():
                 for i, number in enumerate(numbers or ()):
-                    if is_capturing(device):
-                        self._refuse_capturing(key)
                     mirror[self._slots[key] + i].fill_(number)
         super().update(values)
 
@@ -220,11 +225,3 @@ class OptimGroup(dict[str, Any]):
     def __reduce__(self) -> tuple[Any, ...]:
         # Copies and pickles are plain dictionaries: the mirrors belong to one optimizer.
         return dict, (dict(self),)
-
-    def _refuse_capturing(self, key: str) -> NoReturn:
-        raise CaptureError(
-            f"the optimizer's {key} was assigned during a capture",
-            expected="an assignment between replays, for the next one",
-            got="an assignment that every replay would repeat with the same value",
-            fix="move scheduler.step() and assignments out of the captured function",
-        )

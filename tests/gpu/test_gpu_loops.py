@@ -640,8 +640,8 @@ REFUSED = {
     ),
     "a schedule in the step": (
         partial(transformers, schedule_inside=True),
-        r"computed different values of learning rate 0 of AdamW[\s\S]*"
-        r"step schedulers between calls",
+        r"steps a schedule, whose schedule\.last_epoch changes\n[\s\S]*"
+        r"schedule\.step\(\) after the call",
     ),
     "Accelerate's context in the step": (
         partial(accelerate, counts_inside=True),

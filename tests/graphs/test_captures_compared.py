@@ -68,7 +68,7 @@ def test_what_differs_by_chance_is_not_taken_for_frozen(
 
 
 def test_what_differs_every_time_is_named() -> None:
-    assert compared("1", "2") == (["weight"], 6)
+    assert compared("1", "2") == (["weight (capturable 0)"], 6)
 
 
 @on_ranks(2)

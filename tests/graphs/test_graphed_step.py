@@ -168,17 +168,6 @@ def test_a_number_that_a_schedule_changes_before_each_call_is_a_warning_that_nam
     assert [warning.filename for warning in changing] == [__file__]  # once
 
 
-def test_a_number_for_a_learning_rate_is_written_into_the_tensor_that_is_there() -> None:
-    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))], lr=0.5, capturable=True)
-    (group,), state = optimizer.param_groups, OptimizerState(optimizer)
-    state.begin_call()
-    rate = group["lr"]
-    group["lr"] = 0.25
-    state.begin_call()
-    assert group["lr"] is rate
-    assert float(rate) == 0.25
-
-
 def test_a_parameter_in_the_place_of_another_is_another_step_of_an_optimizer() -> None:
     first, second, third = (nn.Parameter(torch.ones(2)) for _ in range(3))
     optimizer = torch.optim.SGD([first, second], lr=0.5)

@@ -24,16 +24,19 @@ def test_the_same_numbers_are_drawn_again_from_every_generator_that_was_named() 
     assert [torch.equal(a, b) for a, b in zip(first, again, strict=True)] == [True, True, False]
 
 
-def test_a_group_keeps_its_learning_rate_when_another_goes() -> None:
+def test_a_group_keeps_the_tensor_of_its_learning_rate_when_another_goes() -> None:
     first, second, third = (nn.Parameter(torch.ones(2)) for _ in range(3))
     groups = [{"params": [first], "lr": 0.5}, {"params": [second], "lr": 0.25}]
     optimizer = torch.optim.AdamW(groups, capturable=True)
     state = capturable(optimizer)
     state.begin_call()
+    rate = groups[1]["lr"]
+    groups[1]["lr"] = 0.75
     del optimizer.param_groups[0]
     optimizer.add_param_group({"params": [third], "lr": 0.125})
     state.begin_call()
-    assert [float(group["lr"]) for group in optimizer.param_groups] == [0.25, 0.125]
+    assert groups[1]["lr"] is rate
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [0.75, 0.125]
 
 
 def test_zeros_of_either_sign_are_two_inputs_and_nan_is_one() -> None:

@@ -106,7 +106,8 @@ class Phase(Capturable):
 def test_modes_that_a_step_sets_are_those_after_a_replay(graphed: Graphed) -> Values:
     """What a step has set on the host is set after a replay, too."""
     model = build()
-    optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters())
+    (group,) = optimizer.param_groups
     phase = Phase()
     taken = step_of(model, optimizer)
 
@@ -114,6 +115,7 @@ def test_modes_that_a_step_sets_are_those_after_a_replay(graphed: Graphed) -> Va
     def step(x: Tensor) -> Tensor:
         loss = taken(x)
         phase.name = "trained"
+        group["lr"] = 0.2
         model.eval()
         model.set_requires_gradient_sync(False)
         return loss
@@ -122,7 +124,13 @@ def test_modes_that_a_step_sets_are_those_after_a_replay(graphed: Graphed) -> Va
         model.train()
         model.set_requires_gradient_sync(True)
         phase.name = "idle"
-        yield step(batch(number)), [module.training for module in model.modules()], phase.name
+        group["lr"] = 0.1
+        yield (
+            step(batch(number)),
+            [module.training for module in model.modules()],
+            phase.name,
+            group,
+        )
     require_replays(step, 1, 4)
     loss_of(model, batch(7)).backward()
     yield model, [param.grad for param in model.parameters()]

@@ -463,7 +463,7 @@ def adversarial(graphed: Graphed) -> Values:
 
 
 @same_bits_as_eager(2)
-def test_a_model_that_is_thawed_while_it_is_unsharded_is_the_same_step_again(
+def test_a_model_that_is_thawed_or_written_while_it_is_unsharded_is_the_same_step_again(
     graphed: Graphed,
 ) -> Values:
     """Nothing that it has computed while it was frozen has a backward, so it stays unsharded."""
@@ -484,6 +484,8 @@ def test_a_model_that_is_thawed_while_it_is_unsharded_is_the_same_step_again(
         return loss + judged
 
     for number in range(8):
+        judge[0].unshard()
+        judge[0].first.weight.detach().mul_(0.9)
         yield step(batch(number))
     require_replays(step, 1, 5)
     judge.reshard()

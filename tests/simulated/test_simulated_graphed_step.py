@@ -122,7 +122,8 @@ def test_a_replay_ends_what_a_backward_that_made_a_graph_had_kept_unsharded(step
 @same_bits_as_eager(2)
 def test_a_graph_is_cut_around_an_optimizer_that_it_cannot_hold(graphed: Graphed) -> Values:
     """torch's AdamW counts its steps on the host: the graph is cut around it, and a schedule is
-    followed; and where the host reads losses and gradients, before and between backwards.
+    followed; and where the host reads losses and gradients, before and between backwards, or gives
+    parameters other gradients.
     """
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, capturable=False, foreach=False)
@@ -133,6 +134,11 @@ def test_a_graph_is_cut_around_an_optimizer_that_it_cannot_hold(graphed: Graphed
         gradients = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
         log.extend(value.square().sum().item() for value in (*values, *gradients))
 
+    def halve() -> None:
+        for param in model.parameters():
+            if param.grad is not None:
+                param.grad = param.grad / 2
+
     @graphed(model)
     def step(x: Tensor) -> Tensor:
         loss = torch.zeros((), device=x.device)
@@ -142,6 +148,7 @@ def test_a_graph_is_cut_around_an_optimizer_that_it_cannot_hold(graphed: Graphed
             one.backward()
             shardgrad.graphs.outside(note)
             loss = loss + one.detach()
+        shardgrad.graphs.outside(halve)
         norm = shardgrad.clip_grad_norm_(model, 0.1)
         shardgrad.graphs.outside(optimizer.step)
         optimizer.zero_grad()
