@@ -27,20 +27,31 @@ from shardgrad.sharding.dtensor import require_own_shards
 def refuse_unreduced(optimizer: Optimizer, groups: Iterable[ParamGroup]) -> None:
     """Refuses a step after a backward that did not reduce gradients.
 
-    If only some groups are unreduced, the program is assumed to do that on purpose.
+    If only some groups are unreduced, the program is assumed to do that on purpose, unless the
+    backward did not end: then units that it reached have lost their gradients.
 
     Raises:
-        GradientError: the gradients of all groups of the step are unreduced.
+        GradientError: the gradients of all groups of the step are unreduced, or the backward was
+            cut short.
     """
     waiting = [grads for grads in (group.grads for group in groups) if grads.params]
     unreduced = [p for grads in waiting if grads.summed for p in grads.params]
-    if unreduced and all(grads.is_due for grads in waiting):
+    # Autograd drops the callback, without a call, in a backward that raises. Compiled autograd does
+    # so in every one.
+    schedulers = filter(None, (grads.scheduler for grads in waiting))
+    is_cut_short = any(each.backward_running and each.callback() is None for each in schedulers)
+    if is_cut_short or (unreduced and all(grads.is_due for grads in waiting)):
         raise GradientError(
             f"{type(optimizer).__name__} would step without gradients that have not been reduced",
-            expected="set_requires_gradient_sync(True) before the last backward of each step",
-            got=f"unreduced gradients of {listed([p.name for p in unreduced])}",
+            expected="a backward that ends, after set_requires_gradient_sync(True), in each step",
+            got="a backward that an exception or compiled autograd has cut short"
+            if is_cut_short
+            else f"unreduced gradients of {listed([p.name for p in unreduced])}",
             where=f"rank {dist.get_rank()}",
-            fix="model.set_requires_gradient_sync(True) before the last backward, even if the "
+            fix="model.reset_iter_state(), which keeps only gradients of earlier backwards, or "
+            "another forward and backward; torch._dynamo.config.compiled_autograd = False"
+            if is_cut_short
+            else "model.set_requires_gradient_sync(True) before the last backward, even if the "
             "last window of micro-batches is incomplete; or model.zero_grad() to drop them",
         )
 

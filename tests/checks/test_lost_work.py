@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shardgrad.errors import GradientError
-from tests.support.parity import SHARDGRAD, stack
+from tests.support.parity import SHARDGRAD, assert_same_bits, stack
 from tests.support.ranks import on_ranks
 
 
@@ -19,15 +19,14 @@ def backward(model: nn.Module) -> None:
 def test_a_step_before_the_reduction_is_refused() -> None:
     model = SHARDGRAD.shard_stack(stack(4, 6, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = [param.full_tensor().clone() for param in model.parameters()]
+    before = SHARDGRAD.snapshot(model)
     model.set_requires_gradient_sync(False)
     backward(model)
     with pytest.raises(GradientError, match=r"unreduced gradients of 0\.weight, 0\.bias"):
         optimizer.step()
     model.zero_grad()
     optimizer.step()
-    for param, then in zip(model.parameters(), before, strict=True):
-        assert torch.equal(param.full_tensor(), then)
+    assert_same_bits(SHARDGRAD.snapshot(model), before)
     model[0].set_requires_gradient_sync(True)
     backward(model)
     optimizer.step()  # the program has chosen a unit that waits

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shardgrad import version
 from shardgrad.engine.grad_group import GradState
 from shardgrad.engine.unit import unit_of
-from shardgrad.errors import DesyncError, RankDisagreementError
+from shardgrad.errors import DesyncError, GradientError, RankDisagreementError
 from tests.support.parity import (
     SHARDGRAD,
     WIDTH,
@@ -57,7 +57,7 @@ def trapped_tower(at: int, reshard_after_forward: bool | None, **options: Any) -
 
 
 @on_ranks(2)
-def test_sums_that_replicas_have_not_exchanged_are_dropped_with_a_failed_backward() -> None:
+def test_a_failed_backward_drops_sums_of_its_replicas_and_is_refused_to_an_optimizer() -> None:
     runs = []
     for fails in (True, False):
         model = trapped_tower(0, None, mesh=hsdp_mesh(2, 1))
@@ -66,6 +66,8 @@ def test_sums_that_replicas_have_not_exchanged_are_dropped_with_a_failed_backwar
             model.layers[0].armed = "backward"
             with pytest.raises(Trap):
                 token_loss(model, SHARDGRAD.tokens(77)).backward()
+            with pytest.raises(GradientError, match="cut short"):  # other units have gradients
+                torch.optim.SGD(model.parameters()).step()
             model.layers[0].armed = None
             model.set_requires_all_reduce(True)
         token_loss(model, SHARDGRAD.tokens(0)).backward()
