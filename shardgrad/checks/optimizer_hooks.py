@@ -9,7 +9,7 @@ never removed: a model may be garbage collected during a step, while torch itera
 
 The hooks do the following:
 
-* after a step, mark parameters that a unit keeps unsharded as stale (`ParamGroup.steps_taken`);
+* after a step, mark parameters that a unit keeps unsharded as stale (`FSDPParam.steps_taken`);
 * before a step, wait for all-gathers that a failed forward has left, since they read what the step
   writes, and for reductions that a backward has left in flight, whose gradients the step reads;
 * inside a capture, refuse a step that a graph cannot repeat (`capturable_optimizers.py`), and fix
@@ -118,10 +118,9 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 @outside_graphs
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     watched = _watched.get(optimizer) or _look_up(optimizer)
-    for reference in watched.groups:
-        group = reference()
-        if group is not None:
-            group.steps_taken += 1
+    for p in watched.owners:
+        if p is not None:
+            p.steps_taken += 1
     if watched.compare is not None:
         watched.is_checked = watched.compare(optimizer)
         watched.compare = None

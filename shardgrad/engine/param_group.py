@@ -29,8 +29,8 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from itertools import chain
-from operator import attrgetter, is_
+from itertools import compress, repeat
+from operator import attrgetter, is_, ne
 from typing import Any, ClassVar
 
 import torch
@@ -84,7 +84,7 @@ __all__ = [
     "warn_of_lost_writes",
 ]
 
-_VERSION = attrgetter("_version")
+_VERSION, _STEPS_TAKEN = attrgetter("_version"), attrgetter("steps_taken")
 _STORAGE = torch.Tensor.untyped_storage
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _SHARDED_PARAM, _UNSHARDED_PARAM = attrgetter("sharded"), attrgetter("unsharded")
@@ -125,6 +125,7 @@ class FSDPParam:
         unsharded: the tensor that compute sees; created at the first unshard.
         post_forward: the DTensor over neighboring ranks, if the group reshards to fewer.
         group: the group, once there is one.
+        steps_taken: how often an optimizer has changed it; see `checks/optimizer_hooks.py`.
     """
 
     name: str
@@ -134,6 +135,7 @@ class FSDPParam:
     unsharded: nn.Parameter | None = None
     post_forward: nn.Parameter | None = None
     group: ParamGroup = field(init=False, repr=False)
+    steps_taken: int = 0
 
     def alias(self, local: torch.Tensor) -> None:
         """Makes `local`, a view of the shard, the local tensor of `sharded`."""
@@ -197,8 +199,7 @@ def is_replaced(param: torch.Tensor) -> bool:
 
 def is_unsharded_param(param: torch.Tensor) -> bool:
     """Returns whether a parameter is an unsharded one, whose memory a reshard frees."""
-    p = fsdp_param_of(param)
-    return p is not None and p.sharded is not param
+    return fsdp_param_of(param) is not managed_by(param)
 
 
 def is_extension(param: torch.Tensor) -> bool:
@@ -488,8 +489,7 @@ class ParamGroup:
         is_flat: True if the local tensors of sharded parameters are views of `shard`.
         kind: the kind of group in words, for the comparison between ranks.
         generation: how often parameters were replaced.
-        steps_taken: how often an optimizer has changed the parameters; see
-            `checks/optimizer_hooks.py`.
+        replays: how often a graph has run, which may have changed the parameters.
         trainable: per parameter, the `requires_grad` that the sharded and the unsharded one last
             had in common; a new object after a change, and if there are new unsharded parameters.
             () for new sharded ones.
@@ -506,6 +506,7 @@ class ParamGroup:
     is_flat = True
     kind = "group"
     grads: Any
+    gather: AllGather | None
 
     def __init__(self, params: Sequence[FSDPParam], spec: GroupSpec) -> None:
         self.spec = spec
@@ -523,15 +524,10 @@ class ParamGroup:
         self.in_flight: AllGather | None = None
         self.collectives = CollectiveConfig()
         self.keeps_memory = False
-        self.steps_taken = 0
-        self.generation = 0
-        # The `_version()` of the values that are in unsharded memory, or are being gathered.
-        self._gathered_version = (-1, -1)
-        self.gather: AllGather | None = None
-        self.unsharded_memory: RecurringMemory | None = None
-        # Version counters of the unsharded parameters, which increase with the program's writes.
-        self._unsharded_versions: tuple[int, ...] = ()
-        self._taken_version = (-1, -1)  # of the shard, after it last took such writes
+        self.generation = self.replays = 0
+        # The `_versions()` of the values that are in unsharded memory, or are being gathered; and
+        # of the shard, after it last took the program's writes to that memory.
+        self._gathered_versions = self._taken_versions = [(-1,)] * len(self.params)
         self.set_tags("", 0)
         first = params[0].sharded
         self._set_dtypes(first.dtype)
@@ -599,8 +595,11 @@ class ParamGroup:
 
     def _forget_derived(self) -> None:
         """Drops objects that were created for the former layout and dtypes."""
-        self.unsharded_memory = None
-        self._unsharded_versions = (0,) * len(self.params)
+        self.unsharded_memory: RecurringMemory | None = None
+        # Version counters of the unsharded parameters, which increase with the program's writes.
+        self._unsharded_versions: tuple[int, ...] = (0,) * len(self.params)
+        for p in self.params:
+            p.unsharded = None
         self.gather = None
 
     def layout_of(self, params: Sequence[FSDPParam], *, with_flags: bool) -> ShardLayout:
@@ -656,10 +655,9 @@ class ParamGroup:
     def _note_params(self) -> None:
         """Records the sharded parameter objects."""
         self.registration = Registration(self.params)
-        both = ((p.sharded, local_of(p.sharded)) for p in self.params)
-        self._written = list(chain.from_iterable(both))
         self.trainable: tuple[bool, ...] = ()
         self._both = [p.sharded for p in self.params]
+        self._locals = list(map(local_of, self._both))
         if self.gradient_policy.decoupled:
             for param in self._both:  # None before the first backward, as `param.grad`
                 param.__dict__.setdefault(self.gradient_policy.attribute, None)
@@ -673,7 +671,7 @@ class ParamGroup:
         params, latest = self.params, self.params[-1].unsharded
         is_new = latest is not None and self._both[-1] is not latest
         if is_new:
-            self._both = [p.sharded for p in params] + [p.require_unsharded() for p in params]
+            self._both[len(params) :] = map(_UNSHARDED_PARAM, params)
         with DisableTorchFunction():  # parameters answer three times as fast
             now = tuple(map(_REQUIRES_GRAD, self._both))
         if not is_new and self.trainable and now in (self.trainable, self.trainable * 2):
@@ -722,10 +720,8 @@ class ParamGroup:
         # `model.to(dtype)`, or loaded weights of another dtype: drop what the former dtype needed.
         if dtype != self.dtype or self.shard.device != self.shard_memory.device:
             self._set_dtypes(dtype)
-            for p in self.params:
-                p.unsharded = None
             self._allocate()
-        elif any(_lies_elsewhere(*both) for both in zip(locals_, self.local_views(), strict=True)):
+        elif any(map(_lies_elsewhere, locals_, self.local_views())):
             self.shard = self.shard_memory.zeros(self.layout.chunk_numel, self.shard_dtype)
             self.gather = None
         for p, new, local, view in zip(
@@ -751,22 +747,23 @@ class ParamGroup:
         # Stage 1 or 2, an evaluation, or a graph that backward reads again may have left it filled.
         if self.is_filled or self.in_flight is not None:
             return
-        version = self._version()
-        if version[0] != self._gathered_version[0]:
+        versions, gathered = self._versions(), self._gathered_versions
+        if versions[0][0] != gathered[0][0]:
             # The shard was filled on the current stream, at first or with replaced parameters.
             comm_ctx.streams.order(comm_ctx.streams.current(), comm_ctx.streams.gather)
-        is_new = version not in (self._gathered_version, self._taken_version)
+        is_new = versions not in (gathered, self._taken_versions)
         if is_new and self.unsharded_memory is not None:
             # The next values differ, as after an optimizer step on the unsharded parameters. Layers
             # that cache something derived from a weight check its version, and autograd refuses a
-            # backward that has saved the former values.
+            # backward that has saved the former values. Values that stay the same, such as those
+            # of parameters that another optimizer has, remain valid.
             unsharded = list(map(_UNSHARDED_PARAM, self.params))
-            increment_version(unsharded)
+            increment_version(compress(unsharded, map(ne, versions, gathered)))
             self._unsharded_versions = versions_of(unsharded)
-        self.in_flight = self._launch(comm_ctx, version)
-        self._gathered_version = version
+        self.in_flight = self._launch(comm_ctx, versions)
+        self._gathered_versions = versions
 
-    def _launch(self, comm_ctx: CommContext, version: tuple[int, int]) -> AllGather:
+    def _launch(self, comm_ctx: CommContext, version: object) -> AllGather:
         """Starts the all-gather of the shard."""
         gather = self.gather
         if gather is None or gather.comm_ctx is not comm_ctx:
@@ -911,7 +908,7 @@ class ParamGroup:
         takes = self.is_flat and self.gather_dtype == self.shard_dtype
         # The shard may have taken an earlier write, such as that of a forward which backward
         # recomputes.
-        is_current = self._version() in (self._gathered_version, self._taken_version)
+        is_current = self._versions() in (self._gathered_versions, self._taken_versions)
         if not (takes and is_current):
             warn_of_lost_writes([p for p, _ in written])
             return
@@ -919,7 +916,7 @@ class ParamGroup:
             unsharded = p.require_unsharded()
             values = local_of(unsharded) if p.sharding.came_as_dtensor else unsharded
             local_of(p.sharded).copy_(piece.of(values, self.mesh.shard_rank))
-        self._taken_version = self._version()
+        self._taken_versions = self._versions()
         # Without an all-gather, the unit was taken over by another root. Its next forward comes
         # after this, and its all-gathers wait for that forward's stream.
         if self.gather is not None:
@@ -941,13 +938,17 @@ class ParamGroup:
         # The kept values predate the last optimizer step. In a steady step none are kept, and
         # versions need not be compared.
         is_kept = self.is_filled or self.in_flight is not None or self.state is not SHARDED
-        if is_kept and self._version() != self._gathered_version:
+        if is_kept and self._versions() != self._gathered_versions:
             self.reshard(drop_kept=True)
 
-    def _version(self) -> tuple[int, int]:
-        """Changes with every optimizer step and every in-place operation on a sharded parameter."""
+    def _versions(self) -> list[Any]:
+        """Returns what changes, of each parameter, with every step of an optimizer that has it and
+        every in-place operation on it.
+        """
+        steps = map(_STEPS_TAKEN, self.params)
         with DisableTorchFunction():  # DTensors answer three times as fast
-            return self.generation, self.steps_taken + sum(map(_VERSION, self._written))
+            both = map(_VERSION, self._both), map(_VERSION, self._locals)
+            return list(zip(repeat(self.generation + self.replays), steps, *both))
 
 
 def warn_of_lost_writes(params: Iterable[FSDPParam]) -> None:

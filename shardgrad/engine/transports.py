@@ -62,7 +62,7 @@ class MessageTag:
 @lru_cache(maxsize=1024)  # each step sends the same messages
 def _digits(tag: MessageTag, dtype: torch.dtype) -> torch.Tensor:
     """Returns what a chunk of the message ends in."""
-    return torch.tensor(tag.digits, dtype=dtype)
+    return torch.tensor(tag.digits, dtype=dtype, device="cpu")
 
 
 def _meaning(digits: list[float]) -> str:

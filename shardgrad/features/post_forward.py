@@ -157,7 +157,7 @@ class PostForwardGroup(ParamGroup):
             )
         return smaller
 
-    def _launch(self, comm_ctx: CommContext, version: tuple[int, int]) -> AllGather:
+    def _launch(self, comm_ctx: CommContext, version: object) -> AllGather:
         if self._smaller is not None and self.state is ParamState.POST_FORWARD:
             self._smaller.follow()
             self._smaller.launch(self.name, version, self.wait_for_unshard)

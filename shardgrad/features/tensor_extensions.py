@@ -149,8 +149,6 @@ class ExtensionGroup(ParamGroup):
         self.generation += 1
         if dtype != self.dtype or self.shard.device != self.mesh.device:
             self._set_dtypes(dtype)
-            for p in self.params:
-                p.unsharded = None
             self._allocate()
         for p, new in zip(self.params, shown, strict=True):
             p.sharded = new
@@ -160,7 +158,7 @@ class ExtensionGroup(ParamGroup):
 
     # -- all-gather
 
-    def _launch(self, comm_ctx: CommContext, version: tuple[int, int]) -> AllGather:
+    def _launch(self, comm_ctx: CommContext, version: object) -> AllGather:
         """Calls `fsdp_pre_all_gather` of each parameter, copies the results into the chunk on the
         gather stream, and starts the all-gather.
         """

@@ -54,7 +54,8 @@ class StageAuto:
         if is_capturing(device) or not is_joint:
             return
         allocated = 0 if device.type == "cpu" else torch.accelerator.memory_allocated(device)
-        steps = sum(group.steps_taken for each in _units(unit) for group in each.groups)
+        groups = (group for each in _units(unit) for group in each.groups)
+        steps = sum(p.steps_taken for group in groups for p in group.params)
         if self._before is None:
             self._before = allocated, steps
         elif steps != self._before[1]:

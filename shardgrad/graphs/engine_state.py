@@ -285,7 +285,7 @@ class ModuleState(Capturable):
         after an optimizer step.
         """
         for group in self._groups:
-            group.steps_taken += 1
+            group.replays += 1
             if group.is_filled:
                 group.reshard(drop_kept=True)
 
