@@ -532,7 +532,6 @@ class ParamGroup:
         first = params[0].sharded
         self._set_dtypes(first.dtype)
         self._allocate(on_meta=local_of(first).device.type == "meta")
-        self._note_params()
 
     def set_tags(self, name: str, number: int) -> None:
         """Names the group's messages; `number` comes from `lazy_init.py` and is equal on all

@@ -122,7 +122,7 @@ class Reads(TorchDispatchMode):
         written = set(map(id, _written(func, args, kwargs)))
         is_captured = is_capturing(self._pool.device)
         is_on_host = all(each.device.type == "cpu" for each in tensors)
-        if "c10d" in func.namespace and not is_on_host:  # else it is not part of the graph
+        if not is_on_host:  # a collective on the host is not part of the graph
             self.groups.update(groups_among(leaves))
         if is_captured:
             for leaf in leaves:

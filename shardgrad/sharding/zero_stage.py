@@ -36,10 +36,10 @@ class Stage:
             `features/zero_stage_auto.py`.
     """
 
-    keeps_unsharded: bool = False
-    sums_unsharded: bool = False
-    over_both_axes: bool = False
-    decides: bool = False
+    keeps_unsharded: bool
+    sums_unsharded: bool
+    over_both_axes: bool
+    decides: bool
 
     @classmethod
     def of(cls, name: Any, reshard_after_forward: Any) -> Stage:

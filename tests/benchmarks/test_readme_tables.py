@@ -15,7 +15,6 @@ from benchmarks.engines.trace import Observation, Traffic
 from benchmarks.measure import Cost
 from benchmarks.readme import BEGIN, END, FIGURES, front, pages, records_in, replaced
 from benchmarks.records import is_result
-from benchmarks.report import render, show
 from tests.benchmarks.fake_engines import HARDWARE
 
 NAMES = (
@@ -78,16 +77,3 @@ def test_the_tables_are_up_to_date() -> None:
     for page, fresh in pages(list(filter(is_result, records_in(*FIGURES)))).items():
         text = page.read_text(encoding="utf-8")
         assert replaced(text, fresh) == text, f"{page} is out of date: make figures"
-
-
-def test_whether_the_machine_was_quiet_and_the_ratio_stand_before_everything_else(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    quiet, noisy = make_record(), changed(load_before=2.0)
-    ratio = "Of FSDP2's step shardgrad takes 2.00"
-    for record, verdict in ((quiet, "The machine was quiet"), (noisy, "The machine was not quiet")):
-        show(record)
-        out = capsys.readouterr().out
-        assert 0 == out.index(verdict) < out.index(ratio) < out.index("tiny, fp32"), out
-    page = render([noisy, quiet]).partition("<main>")[2]
-    assert 0 < page.index("The machine was not quiet") < page.index("<table")

@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 import shardgrad
 from shardgrad.errors import ForeignParameterError
+from shardgrad.sharding.dtensor import local_of
 from tests.simulated.accelerator.device import NAME
 from tests.simulated.accelerator.virtual_ranks import on_virtual_ranks, one_at_a_time
 from tests.simulated.programs.graphed import (
@@ -184,6 +186,32 @@ def test_a_module_that_nobody_shards_is_captured_too(graphed: Graphed, make: str
         yield step(batch(number))
     require_replays(step, *((1, 11) if make == "ours" else (2, 5 + 5)))
     yield model, list(model.buffers())
+
+
+@same_bits_as_eager(1)
+def test_state_that_is_written_past_torchs_dispatcher_is_written_once_a_call(
+    graphed: Graphed,
+) -> Values:
+    """As a library's own kernels do: no operation tells what they write."""
+    model = nn.Sequential(nn.BatchNorm1d(WIDTH, device=NAME).eval(), *build(1))
+    model[1].uses_spare = True
+    loss_of(model, batch(0)).backward()
+    state = [*model.parameters(), *(p.grad for p in model.parameters()), model[0].running_var]
+    optimizers = []
+    for kind, part in ((torch.optim.SGD, model[0]), (shardgrad.optim.SGD, model[1])):
+        optimizers.append(kind(part.parameters(), lr=0.1, momentum=0.9))
+        optimizers[-1].step()
+        state += [each["momentum_buffer"] for each in optimizers[-1].state.values()]
+
+    @graphed(model, *optimizers)
+    def step(x: Tensor) -> None:
+        with torch.no_grad(), _disable_current_modes():
+            torch._foreach_neg_(list(map(local_of, state)))
+
+    for number in range(8):
+        yield step(batch(number))
+    require_replays(step, 1, 5)
+    yield state
 
 
 @pytest.mark.parametrize("what", ["parameter", "buffer", "module"])

@@ -4,6 +4,7 @@ step that most of them take.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -63,6 +64,7 @@ def require_replays(step: Any, captures: int, replays: int) -> None:
     if isinstance(step, shardgrad.graphs.GraphedStep):
         assert (step.captures, step.replays) == (captures, replays)
         step.close()
+        assert (step.captures, gc.isenabled()) == (0, True)
 
 
 def on_one_gpu(model: nn.Sequential, **options: object) -> nn.Sequential:
