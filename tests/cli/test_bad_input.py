@@ -140,8 +140,12 @@ def written_to(output: str, *command: str) -> tuple[int, str]:
     """Runs a command with its output somewhere; returns its exit status, and its standard error."""
     line = shlex.join([sys.executable, "-m", "shardgrad", *command])
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    # Whoever is not going to read has gone before the command writes, however busy the machine is.
     done = run(
-        ["bash", "-c", f"set -o pipefail; {line} {output}"], cwd=ROOT, env=buffered, timeout_s=60
+        ["bash", "-c", f"set -o pipefail; (sleep 0.5; {line}) {output}"],
+        cwd=ROOT,
+        env=buffered,
+        timeout_s=60,
     )
     return done.returncode, done.stderr
 

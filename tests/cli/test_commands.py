@@ -99,12 +99,6 @@ def test_doctor_says_that_there_is_no_gpu_where_torch_is_built_for_one(
         assert line.split(maxsplit=1)[1].strip() == row
 
 
-def test_a_misspelled_command_is_refused_with_the_one_that_is_spelled_alike() -> None:
-    result = CliRunner().invoke(main, ["trian"])
-    assert result.exit_code == 2
-    assert "No such command 'trian'. Did you mean 'train'?" in result.output
-
-
 def test_a_command_that_is_interrupted_says_so_in_a_line_and_in_its_status(tmp_path: Path) -> None:
     """As while PyTorch is imported, before a run has started."""
     arguments = ["train", "--run-dir", str(tmp_path / "run")]
