@@ -393,7 +393,7 @@ class Unit:
                     )
 
     @outside_graphs
-    def pre_backward(self, call: _Call, grad: torch.Tensor) -> None:
+    def pre_backward(self, call: _Call, grad: object) -> None:
         """Unshards the parameters before the first gradient enters the unit."""
         context = self.context or self._lazy_init(self)
         recorder.unit = self.name
@@ -424,7 +424,7 @@ class Unit:
                         unit.unshard(context.comm_ctx)
             self.wait_for_unshard(context.comm_ctx)
 
-    def _pre_backward_of_base(self, call: _Call, grad: torch.Tensor) -> None:
+    def _pre_backward_of_base(self, call: _Call, grad: object) -> None:
         """Runs `pre_backward` unless an output's gradient already has."""
         if call.begun_in != graph_task():
             self.pre_backward(call, grad)
@@ -536,6 +536,7 @@ class _InputsWatch(torch.autograd.Function):
         ctx: Any, unit: Unit, counted: bool, *inputs: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.unit = unit
+        ctx.set_materialize_grads(False)  # as where no unit is in between
         ctx.counted = counted
         return inputs
 
@@ -647,12 +648,12 @@ class RootContext(ReductionScheduler):
         Every rank must call it, because it decides which units are all-gathered again.
         """
         self.free_gradients()
-        is_default = self.root.reshard_after_forward is None
-        if self._evaluated_last and is_default and not self.reads_again:
+        root = self.root
+        if self._evaluated_last and root.reshard_after_forward is None and not self.reads_again:
             # Free what the evaluation has left of the root, so that it is gathered again. Modules
             # have shown the shards since, and torch does not count every write to them
             # (`torch._foreach_*_`, `p.data.copy_()`).
-            for group in self.root.groups:
+            for group in root.groups:
                 if group.is_filled and group.state is SHARDED:
                     group.reshard()
         for unit in self.units:
