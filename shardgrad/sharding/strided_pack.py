@@ -62,8 +62,7 @@ def pack_strided(
     for i in layout.strided:
         piece, grad = layout.pieces[i], grads[i]
         padded_from = piece.shard_numel if grad.numel() else 0
-        if padded_from < piece.span:
-            chunks.narrow(1, piece.shard_offset + padded_from, piece.span - padded_from).zero_()
+        chunks.narrow(1, piece.shard_offset + padded_from, piece.span - padded_from).zero_()
         if not grad.numel():
             continue
         value = grad.view(piece.blocks, layout.world_size, -1).transpose(0, 1)

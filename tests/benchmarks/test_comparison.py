@@ -13,7 +13,6 @@ from benchmarks.engines.catalogue import ENGINES
 from benchmarks.engines.comparison import Disagreement, Outcome, compare, disagreement
 from benchmarks.engines.summary import summarize
 from benchmarks.engines.task import Length, Task
-from benchmarks.noise import verdict
 
 pytestmark = pytest.mark.timeout(300)  # the first comparison waits for an import of torch
 
@@ -61,23 +60,11 @@ def test_an_engine_that_hangs_is_ended_after_the_time_limit(tmp_path: Path) -> N
     assert set(outcome.measured) == {"fsdp2", "shardgrad"}
 
 
-def test_a_quartile_far_from_the_median_means_that_the_machine_was_not_quiet() -> None:
-    def said(low: float) -> tuple[bool, str]:
-        spread = {"wall_s": {"median": 1.0, "quartiles": [low, 1.05]}}
-        environment = {"load_average_1min": 2.0, "load_before": 0.2, "cores": 2}
-        return verdict({"environment": environment, "summary": {"bf16": {"a": spread}}})
-
-    assert said(0.95)[0]
-    assert said(0.85)[0] is False
-    assert "a quartile of bf16, a is 15% from its median" in said(0.85)[1]
-
-
 @pytest.mark.parametrize(
     ("name", "precision", "ranks", "error", "allowed"),
     [
         ("shardgrad", "fp32", 2, 1e-7, False),
         ("shardgrad", "fp32", 4, 1e-7, True),
-        ("ddp", "fp32", 2, 5e-5, True),
         ("ddp", "fp32", 2, 2e-4, False),
         ("shardgrad", "bf16", 2, 5e-3, True),
         ("shardgrad", "bf16", 2, 2e-2, False),

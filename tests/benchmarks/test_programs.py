@@ -18,7 +18,6 @@ def smoke(benchmark: str, out: Path) -> dict[str, Any]:
     record: dict[str, Any] = json.loads((out / f"{benchmark}.jsonl").read_text(encoding="utf-8"))
     assert set(record) == {"benchmark", "environment", "config", "samples", "summary"}
     assert (record["benchmark"], record["config"]["smoke"]) == (benchmark, True)
-    assert {"git", "torch", "python", "cpu", "cores", "ops_backend"} <= set(record["environment"])
     return record
 
 

@@ -12,5 +12,3 @@ def test_flops_are_those_of_the_palm_paper() -> None:
     model = {"numel": 540_350_000_000, "attention_numel": 118 * 48 * 256}
     per_token = flops_per_step(model, tokens=1, seq_len=2048)
     assert per_token == pytest.approx(6 * 540.35e9 + 12 * 118 * 48 * 256 * 2048)
-    # 238.3 thousand tokens/s on 6,144 chips of 275 TFLOP/s: 46.2 % with attention.
-    assert per_token * 238.3e3 / (6144 * 275e12) == pytest.approx(0.462, abs=0.002)

@@ -157,3 +157,23 @@ def reductions_of_three_calls(engine: Engine, *, to_inputs: bool) -> int:
 def test_a_unit_that_is_called_three_times_is_reduced_once(*, to_inputs: bool) -> None:
     for engine in (SHARDGRAD, FSDP2):
         assert reductions_of_three_calls(engine, to_inputs=to_inputs) == 2
+
+
+@on_ranks(2)
+def test_graphs_of_older_forwards_are_reduced_in_one_order_though_ranks_use_other_parameters() -> (
+    None
+):
+    """A unit's own gradients come before those of the unit inside it; on one rank, one is missing.
+    Each backward right after its forward is the oracle.
+    """
+    runs = []
+    for collect in (iter, list):
+        torch.manual_seed(0)
+        outer = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+        model = SHARDGRAD.shard(outer[0], outer, nn.Sequential(nn.Linear(WIDTH, WIDTH), outer))
+        if dist.get_rank() == 1:
+            outer[2].forward = torch.clone
+        for loss in collect(model(SHARDGRAD.inputs(step, WIDTH)).sum() for step in range(2)):
+            loss.backward()
+        runs.append(SHARDGRAD.snapshot(model))
+    assert_same_bits(*runs)

@@ -22,7 +22,9 @@ TESTS = {
         " tests/features tests/fuzz/test_programs.py tests/optim/test_clips_and_zeroes.py"
         " tests/sharding tests/mistakes"
     ),
-    "shardgrad/sharding": "tests/sharding tests/engine/test_kept_programs.py tests/features",
+    "shardgrad/sharding": (
+        "tests/sharding tests/mistakes tests/engine/test_kept_programs.py tests/features"
+    ),
     "shardgrad/optim": "tests/optim tests/fuzz/test_programs.py"
     " tests/simulated/test_simulated_optimizers.py",
     "shardgrad/graphs": "tests/graphs tests/simulated/test_simulated_graphed_calls.py"
