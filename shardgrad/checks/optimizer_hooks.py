@@ -9,7 +9,8 @@ never removed: a model may be garbage collected during a step, while torch itera
 
 The hooks do the following:
 
-* after a step, mark parameters that a unit keeps unsharded as stale (`FSDPParam.steps_taken`);
+* after a step, mark parameters that had gradients, and that a unit keeps unsharded, as stale
+  (`FSDPParam.steps_taken`);
 * before a step, wait for all-gathers that a failed forward has left, since they read what the step
   writes, and for reductions that a backward has left in flight, whose gradients the step reads;
 * inside a capture, refuse a step that a graph cannot repeat (`capturable_optimizers.py`), and fix
@@ -37,7 +38,12 @@ from torch.optim.optimizer import (
 
 from shardgrad.checks.lost_work import refuse_replaced_data, refuse_unreduced, require_own_state
 from shardgrad.checks.unowned_params import warn_of_unowned
-from shardgrad.checks.untrained_params import check_first_step, concerns_unit, params_of
+from shardgrad.checks.untrained_params import (
+    check_first_step,
+    concerns_unit,
+    gradient_of,
+    params_of,
+)
 from shardgrad.engine.param_group import FSDPParam, ParamGroup, managed_by
 from shardgrad.engine.streams import is_capturing
 from shardgrad.engine.tracing import outside_graphs
@@ -56,6 +62,7 @@ class _Watched:
         is_checked: its first step was checked.
         compare: ends the check of the step that runs.
         has_warned: True once it warned of parameters that no unit owns.
+        trained: its parameters that had gradients when the last step began.
     """
 
     owners: list[FSDPParam | None] = field(default_factory=list)
@@ -65,6 +72,11 @@ class _Watched:
     is_checked: bool = False
     compare: Callable[[Optimizer], bool] | None = None
     has_warned: bool = False
+    trained: list[FSDPParam] = field(default_factory=list)
+
+    def with_gradients(self) -> list[FSDPParam]:
+        """Returns the parameters that have gradients. Optimizers leave others as they are."""
+        return [p for p in self.owners if p is not None and gradient_of(p) is not None]
 
     def loaded_state(self, _: Optimizer) -> None:
         """Called after the optimizer has loaded a state."""
@@ -111,6 +123,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not watched.has_own_state:
             require_own_state(optimizer)
             watched.has_own_state = True
+    watched.trained = watched.with_gradients()
     is_first = watched.concerns_unit and not (watched.is_checked or is_captured)
     watched.compare = check_first_step(optimizer) if is_first else None
 
@@ -118,9 +131,9 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 @outside_graphs
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     watched = _watched.get(optimizer) or _look_up(optimizer)
-    for p in watched.owners:
-        if p is not None:
-            p.steps_taken += 1
+    # A closure computes gradients in the step, and a program's own step may reset them.
+    for p in {*watched.trained, *watched.with_gradients()}:
+        p.steps_taken += 1
     if watched.compare is not None:
         watched.is_checked = watched.compare(optimizer)
         watched.compare = None

@@ -37,7 +37,7 @@ class UntrainedParameterWarning(UserWarning):
     """The first step of an optimizer did not change some of its parameters."""
 
 
-def _grad_of(managed: FSDPParam) -> torch.Tensor | None:
+def gradient_of(managed: FSDPParam) -> torch.Tensor | None:
     """Returns the gradient that a unit has bound to its parameter, if there is one."""
     attribute = managed.group.gradient_policy.attribute
     grad: torch.Tensor | None = getattr(managed.sharded, attribute, None)
@@ -95,7 +95,7 @@ def check_first_step(optimizer: Optimizer) -> Callable[[Optimizer], bool]:
         managed = managed_by(param)
         if managed is None or not managed.group.is_flat:
             continue  # a tensor subclass may not even have views
-        grad = _grad_of(managed)
+        grad = gradient_of(managed)
         if grad is not None:
             if param.itemsize > 2 or not _keeps_small_steps(optimizer):
                 slope, values = (_sample_of(each) for each in (grad, param))
@@ -125,7 +125,7 @@ def check_first_step(optimizer: Optimizer) -> Callable[[Optimizer], bool]:
                 "16-bit weight (otherwise keep a master copy)",
             )
         # A closure computes the gradients within the step.
-        missing = [each.name for each in without if _grad_of(each) is None]
+        missing = [each.name for each in without if gradient_of(each) is None]
         if missing:
             _warn(
                 optimizer,

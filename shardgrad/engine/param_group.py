@@ -755,7 +755,7 @@ class ParamGroup:
             # The next values differ, as after an optimizer step on the unsharded parameters. Layers
             # that cache something derived from a weight check its version, and autograd refuses a
             # backward that has saved the former values. Values that stay the same, such as those
-            # of parameters that another optimizer has, remain valid.
+            # of parameters without a gradient in that step, remain valid.
             unsharded = list(map(_UNSHARDED_PARAM, self.params))
             increment_version(compress(unsharded, map(ne, versions, gathered)))
             self._unsharded_versions = versions_of(unsharded)
@@ -941,7 +941,7 @@ class ParamGroup:
             self.reshard(drop_kept=True)
 
     def _versions(self) -> list[Any]:
-        """Returns what changes, of each parameter, with every step of an optimizer that has it and
+        """Returns what changes, of each parameter, with every optimizer step that trains it, and
         every in-place operation on it.
         """
         steps = map(_STEPS_TAKEN, self.params)
