@@ -221,13 +221,12 @@ class OptimizerState(Capturable):
                 if key != "params" and type(value) not in _NUMBERS
             ]
         )
-        addresses = tuple(map(torch.Tensor.data_ptr, self._memory))
+        addresses = *map(torch.Tensor.data_ptr, self._memory), *map(id, owners)
         return (
             self._numbers,
             constants,
             ("parameters", params),
             ("addresses of its state", addresses),
-            ("groups and state", tuple(map(id, owners))),
         )
 
     def snapshot(self) -> Callable[[], None]:

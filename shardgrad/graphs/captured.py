@@ -92,7 +92,7 @@ class CapturedStep:
             raise
         if self._pool.device.type == "cuda":
             self.parts = [self.redraws.begin_replay, *self.parts, self.redraws.end_replay]
-        self._add_snapshots(everything=False)
+        self._add_snapshots()
         self.parts += [each.replayed for each in self._capturables]
         self._kept = [each.known_to_graph() for each in self._capturables]  # only held
 
@@ -118,7 +118,7 @@ class CapturedStep:
         for each in self._capturables:
             each.after_eager_region()
 
-    def _add_snapshots(self, *, everything: bool) -> None:
+    def _add_snapshots(self, *, everything: bool = False) -> None:
         """Makes a replay restore the present host state for an eager region or the next call.
 
         Args:

@@ -186,7 +186,6 @@ class ModuleState(Capturable):
                 f"the step replaces {names[0]}, which a replay would not do",
                 expected="the same modules, parameters and buffers as at the start of the step",
                 got=f"{len(names)} replaced",
-                where=names[0],
                 fix=f"write buffers in place: self.{names[0]}.copy_(...); "
                 "replace parameters and modules between calls",
             )
@@ -318,7 +317,8 @@ def _memory_of(shard: GradShard) -> Hashable:
     # Host memory is FIXED as well, but no graph uses it.
     is_known = shard.memory is GradMemory.FIXED and shard.stream is not None
     address = shard.flat.data_ptr() if is_known else 0
-    return address, tuple(shard.flagged), frozenset(shard.judged.items())
+    verdicts = *shard.judged, *map(torch.Tensor.data_ptr, shard.judged.values())
+    return address, tuple(shard.flagged), verdicts
 
 
 class OptimState(Capturable):

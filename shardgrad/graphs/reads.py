@@ -216,7 +216,6 @@ class Reads(TorchDispatchMode):
                 f"it uses {name}, which is no parameter of a module that was passed to "
                 "graphed_step",
                 expected="every module that is sharded or trained, to guard and restore its state",
-                got="a parameter of none",
                 fix="graphed_step(..., module); and make an nn.Parameter of a module of a tensor "
                 "that is trained by itself",
             )
@@ -227,7 +226,7 @@ class Reads(TorchDispatchMode):
         """
         for place, value in self.numbers:
             # The count of torch's schedules.
-            if place.way[-1:] == ((getattr, "last_epoch"),) and place.found() != value:
+            if (getattr, "last_epoch") in place.way[-1:] and place.found() != value:
                 raise CaptureError(
                     f"it steps a schedule, whose {place.name} changes",
                     fix="schedule.step() after the call",

@@ -180,7 +180,7 @@ class GraphedStep(Generic[_P, _R]):
             )
         functools.update_wrapper(self, function)
         self._function = function
-        self._name = getattr(function, "__qualname__", repr(function))
+        self._name = getattr(function, "__qualname__", type(function).__name__)
         self._warmup, self._max_graphs, self._raises = warmup, max_graphs, raises
         self._modules = [each for each in objects if isinstance(each, nn.Module)]
         self._generators = [each for each in objects if isinstance(each, torch.Generator)]
@@ -516,7 +516,6 @@ class GraphedStep(Generic[_P, _R]):
         raise CaptureError(
             f"{self._name} cannot be called: {why}",
             expected="one call at a time, in the thread that built it, before close()",
-            got=why,
             fix=fix,
         )
 
