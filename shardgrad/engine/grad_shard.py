@@ -524,13 +524,13 @@ class GradShard:
         return list(map(add, of_all, of_all[self.count :]))
 
     def drop_stale_verdict(self) -> None:
-        """Drops the verdict on gradients that are None now, or were written since."""
+        """Drops the verdict on gradients that are None or replaced now, or were written since."""
         if self.judged:
             now, grads = self._versions(), self.bound()
             self.judged = {
                 place: verdict
                 for place, verdict in self.judged.items()
-                if self._judged_at[place] == now[place] and grads[place] is not None
+                if self._judged_at[place] == now[place] and grads[place] is self.own[place]
             }
 
     def _require_sharded_alike(self, index: int, grad: torch.Tensor) -> DTensor:
@@ -555,7 +555,6 @@ class GradShard:
     def _take_over(self, foreign: Sequence[tuple[int, DTensor]]) -> None:
         """Copies assigned gradients into the shard and binds the shard's own instead."""
         self.allocate()
-        self.judged.clear()
         # The program may have swapped gradients, in this model or between two, so memory that is
         # about to be overwritten may be another parameter's new gradient.
         places = {place for place, _ in foreign}.intersection(self.held())

@@ -18,7 +18,7 @@ from tests.support.ranks import on_ranks
 
 OPERATIONS = ("backward", "clip", "assign", "hide", "poison", "step", "zero")
 OPERATIONS += ("clip", "poison", "step")  # twice as often
-PROGRAMS, LENGTH, LR = 60, 14, 0.1
+PROGRAMS, LENGTH, LR = 240, 14, 0.1
 RANKS, WIDTH = 2, 4
 LAYERS, ROOT = 4, {2, 3}  # layers, and those that are not units of their own
 
@@ -87,6 +87,7 @@ class Both:
             if rank == dist.get_rank():
                 self.params[bad].grad.to_local()[row, 0] = value
             self.clip(must=(bad,))
+            self.rng.choice((self.clip, self.zero))()
             self.clip()  # perhaps of others: what was found is not forgotten
 
     def assign(self) -> None:
