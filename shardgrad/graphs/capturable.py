@@ -188,7 +188,9 @@ class OptimizerState(Capturable):
     def _owners(self) -> list[dict[Any, Any]]:
         """Returns the dictionaries that hold the optimizer's state."""
         state = self._optimizer.state
-        return [state, *state.values(), *self._optimizer.param_groups]
+        owners = state, *state.values(), *self._optimizer.param_groups
+        # What an optimizer keeps besides the entries of parameters may be anything.
+        return [each for each in owners if isinstance(each, dict)]
 
     def begin_call(self) -> None:
         """See `Capturable`."""
