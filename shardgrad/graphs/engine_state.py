@@ -317,8 +317,12 @@ def _memory_of(shard: GradShard) -> Hashable:
     # Host memory is FIXED as well, but no graph uses it.
     is_known = shard.memory is GradMemory.FIXED and shard.stream is not None
     address = shard.flat.data_ptr() if is_known else 0
-    verdicts = map(torch.Tensor.data_ptr, shard.judged.values())
-    return address, tuple(shard.flagged), *shard.judged, *verdicts
+    return (
+        address,
+        tuple(shard.flagged),
+        *shard.judged,
+        *map(torch.Tensor.data_ptr, shard.judged.values()),
+    )
 
 
 class OptimState(Capturable):

@@ -128,7 +128,7 @@ def test_a_graph_is_cut_around_an_optimizer_that_it_cannot_hold(graphed: Graphed
     parameters other gradients.
     """
     model = build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, capturable=False, foreach=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     log: list[float] = []
 
