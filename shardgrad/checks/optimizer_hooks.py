@@ -134,9 +134,10 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     # A closure computes gradients in the step, and a program's own step may reset them.
     for p in {*watched.trained, *watched.with_gradients()}:
         p.steps_taken += 1
-    if watched.compare is not None:
-        watched.is_checked = watched.compare(optimizer)
-        watched.compare = None
+    compare, watched.compare = watched.compare, None
+    if compare is not None:
+        watched.is_checked = True  # also if the program makes warnings errors
+        watched.is_checked = compare(optimizer)
 
 
 def _look_up(optimizer: Optimizer) -> _Watched:
