@@ -90,7 +90,9 @@ class CapturedStep:
                 each.abort_capture()
             restore()
             raise
-        if self._pool.device.type == "cuda":
+        # Without recomputed regions, eager regions may draw as many random numbers as they like.
+        is_whole = self._pool.device.type == "cuda" and not self.has_eager_regions
+        if is_whole or self.redraws.generators:
             self.parts = [self.redraws.begin_replay, *self.parts, self.redraws.end_replay]
         self._add_snapshots()
         self.parts += [each.replayed for each in self._capturables]

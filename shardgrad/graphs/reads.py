@@ -121,8 +121,8 @@ class Reads(TorchDispatchMode):
         tensors = list(plain_tensors(leaves))
         written = set(map(id, _written(func, args, kwargs)))
         is_captured = is_capturing(self._pool.device)
-        is_on_host = all(each.device.type == "cpu" for each in tensors)
-        if not is_on_host:  # a collective on the host is not part of the graph
+        # A collective on the host is not part of the graph.
+        if any(each.device.type != "cpu" for each in tensors):
             self.groups.update(groups_among(leaves))
         if is_captured:
             for leaf in leaves:

@@ -121,14 +121,13 @@ def test_an_error_that_was_not_expected_comes_with_its_traceback(tmp_path: Path)
     assert result.stderr.endswith("\nshardgrad: ValueError: a bug \\x1b\n")
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_what_a_terminal_cannot_show_is_escaped(encoding: str) -> None:
+def test_what_a_terminal_cannot_show_is_escaped() -> None:
     script = "from shardgrad import __main__; import sys\n"
     script += "__main__._write_what_can_be_written(); print(chr(0x2603), flush=True)\n"
     script += "import subprocess; subprocess.run([sys.executable, '-c', 'print(chr(0x2603))'])"
     done = run(
         [sys.executable, "-c", script],
-        env=os.environ | {"PYTHONIOENCODING": encoding},
+        env=os.environ | {"PYTHONIOENCODING": "latin-1"},
         timeout_s=60,
     )
     assert (done.returncode, done.stdout) == (0, "\\u2603\n" * 2), done.stderr

@@ -253,6 +253,20 @@ def test_a_step_that_would_draw_other_numbers_raises_in_the_first_replay(
         step(batch(2, device))
 
 
+def test_what_runs_outside_of_the_graphs_draws_as_it_likes(device: torch.device) -> None:
+    counts = itertools.count()
+
+    @shardgrad.graphed_step(warmup=1)
+    def step(x: Tensor) -> Tensor:
+        shardgrad.graphs.outside(
+            lambda: [torch.rand(1, device=device) for _ in range(next(counts))]
+        )
+        return F.dropout(x)
+
+    for number in range(WARMUP + 2):
+        step(batch(number, device))
+
+
 def test_pools_of_a_thread_share_a_stream_and_its_cublas_workspace(device: torch.device) -> None:
     held = []
     for _ in range(3):
