@@ -69,7 +69,7 @@ class Piece:
     span: int
     shard_offset: int
     unsharded_offset: int
-    dim: int = 0
+    dim: int
 
     @property
     def numel(self) -> int:

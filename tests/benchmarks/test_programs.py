@@ -28,14 +28,10 @@ def assert_spread(spread: dict[str, Any]) -> None:
 
 def test_kernels(tmp_path: Path) -> None:
     record = smoke("kernels", tmp_path)
-    names = {"copy", "reference"}
-    if record["environment"]["ops_backend"] == "compiled":
-        names.add("compiled")
-    assert {case.split()[0] for case in record["summary"]} == {
-        *("pack", "unpack", "sum", "adam_", "sgd_", "norm_")
-    }
+    cases = {case.split()[0] for case in record["summary"]}
+    assert cases == {"pack", "unpack", "sum", "adam_", "sgd_", "norm_"}
     for by_name in record["summary"].values():
-        assert {name for name in by_name if not name.startswith("torch")} == names
+        assert by_name.keys() >= {"copy", "reference", "compiled"}
         for of in by_name.values():
             assert_spread(of["bytes_per_s"])
             assert_spread(of["ratio_to_copy"])

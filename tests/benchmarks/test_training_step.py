@@ -120,20 +120,6 @@ def test_each_file_of_gpu_tests_is_a_part_of_the_command_for_gpus() -> None:
     assert named == {str(path.relative_to(ROOT)) for path in ROOT.glob("tests/gpu/test_*.py")}
 
 
-def test_processes_without_an_address_and_other_benchmarks_are_refused_in_a_sentence(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for benchmark, words in (
-        ("kernels", "only training_step takes those of torchrun"),
-        ("training_step", "MASTER_ADDR is not set"),
-    ):
-        done = run(benchmark)
-        assert done.returncode == 2
-        assert words in done.stderr
-
-
 def test_what_srun_sets_says_which_process_this_is() -> None:
     slurm = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_NNODES": "2"}
     address = {"MASTER_ADDR": "a", "MASTER_PORT": "1"}

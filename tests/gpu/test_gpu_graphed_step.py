@@ -253,6 +253,25 @@ def test_a_step_that_would_draw_other_numbers_raises_in_the_first_replay(
         step(batch(2, device))
 
 
+@same_bits_as_eager
+def test_what_a_capture_that_fails_has_gathered_is_gathered_again(
+    graphed: Graphed, device: torch.device
+) -> Values:
+    """Nothing of a capture has run, and the units would stay unsharded for backward."""
+    model = build()
+    model.set_reshard_after_forward(False)
+    optimizer = shardgrad.optim.SGD(model.parameters(), 0.1)
+
+    def read(x: Tensor) -> Tensor:
+        x = model(x)
+        x.sum().item()
+        return x
+
+    step = graphed(model, optimizer, on_uncapturable="eager")(step_of(read, optimizer))
+    for number in range(6):
+        yield step(batch(number, device))
+
+
 def test_what_runs_outside_of_the_graphs_draws_as_it_likes(device: torch.device) -> None:
     counts = itertools.count()
 

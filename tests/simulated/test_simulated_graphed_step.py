@@ -199,7 +199,7 @@ def test_state_that_is_written_past_torchs_dispatcher_is_written_once_a_call(
     state = [*model.parameters(), *(p.grad for p in model.parameters()), model[0].running_var]
     optimizers = []
     for kind, part in ((torch.optim.SGD, model[0]), (shardgrad.optim.SGD, model[1])):
-        optimizers.append(kind(part.parameters(), lr=0.1, momentum=0.9))
+        optimizers.append(kind(part.parameters(), 0.1, 0.9))
         optimizers[-1].step()
         state += [each["momentum_buffer"] for each in optimizers[-1].state.values()]
 
