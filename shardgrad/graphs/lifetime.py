@@ -39,7 +39,7 @@ def _replace_destroy() -> None:
 
     @functools.wraps(destroy)
     def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
-        if group is None or group is dist.group.WORLD:
+        if group in (None, dist.group.WORLD):
             for step, world in list(_steps.items()):
                 if world is dist.group.WORLD and step.captures:
                     step.close()

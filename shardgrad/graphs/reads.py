@@ -180,8 +180,8 @@ class Reads(TorchDispatchMode):
                 )
             self._written.setdefault(identity, name)
         # The lifetime of a slice is not that of the memory, and references of the engine would be
-        # mistaken for the program's.
-        if identity and identity not in self._memory and not is_slice(tensor):
+        # mistaken for the program's. Of a tensor without elements nothing is read.
+        if tensor.numel() and identity and identity not in self._memory and not is_slice(tensor):
             self._memory[identity] = StorageWeakRef(tensor.untyped_storage())
             if is_on_device and identity not in self._state:
                 what = name or f"a tensor of shape {tuple(tensor.shape)} that {func} reads"
