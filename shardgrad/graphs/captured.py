@@ -91,8 +91,9 @@ class CapturedStep:
             restore()
             raise
         # Without recomputed regions, eager regions may draw as many random numbers as they like.
-        is_whole = self._pool.device.type == "cuda" and not self.has_eager_regions
-        if is_whole or self.redraws.generators:
+        if self.redraws.generators or (
+            self._pool.device.type == "cuda" and not self.has_eager_regions
+        ):
             self.parts = [self.redraws.begin_replay, *self.parts, self.redraws.end_replay]
         self._add_snapshots()
         self.parts += [each.replayed for each in self._capturables]

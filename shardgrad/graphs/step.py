@@ -243,7 +243,9 @@ class GraphedStep(Generic[_P, _R]):
         if captured is None or self._news:
             return self._run_eagerly(inputs)
         if known is not None:
-            return self._compare(known, inputs)
+            # It waits for the whole device, which another thread's capture must not see.
+            with self.pool.lock:
+                return self._compare(known, inputs)
         return self._replay(captured, inputs)
 
     def _replay(self, captured: CapturedStep, inputs: Inputs) -> Any:
