@@ -72,11 +72,7 @@ class _Watched:
     is_checked: bool = False
     compare: Callable[[Optimizer], bool] | None = None
     has_warned: bool = False
-    trained: list[FSDPParam] = field(default_factory=list)
-
-    def with_gradients(self) -> list[FSDPParam]:
-        """Returns the parameters that have gradients. Optimizers leave others as they are."""
-        return [p for p in self.owners if p is not None and gradient_of(p) is not None]
+    trained: set[FSDPParam] = field(default_factory=set)
 
     def loaded_state(self, _: Optimizer) -> None:
         """Called after the optimizer has loaded a state."""
@@ -123,7 +119,8 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not watched.has_own_state:
             require_own_state(optimizer)
             watched.has_own_state = True
-    watched.trained = watched.with_gradients()
+    # Optimizers leave parameters without gradients as they are.
+    watched.trained = {p for p in watched.owners if p is not None and gradient_of(p) is not None}
     is_first = watched.concerns_unit and not (watched.is_checked or is_captured)
     watched.compare = check_first_step(optimizer) if is_first else None
 
@@ -132,8 +129,9 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     watched = _watched.get(optimizer) or _look_up(optimizer)
     # A closure computes gradients in the step, and a program's own step may reset them.
-    for p in {*watched.trained, *watched.with_gradients()}:
-        p.steps_taken += 1
+    for p in watched.owners:
+        if p is not None and (p in watched.trained or gradient_of(p) is not None):
+            p.steps_taken += 1
     compare, watched.compare = watched.compare, None
     if compare is not None:
         watched.is_checked = True  # also if the program makes warnings errors
