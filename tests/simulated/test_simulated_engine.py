@@ -13,7 +13,7 @@ import torch
 from shardgrad.engine.streams import AcceleratorStreams
 from shardgrad.engine.unit import units_under
 from tests.simulated.accelerator.device import NAME, checked
-from tests.simulated.accelerator.virtual_ranks import VirtualRanks, on_virtual_ranks
+from tests.simulated.accelerator.virtual_ranks import VirtualRanks, on_virtual_ranks, one_at_a_time
 from tests.simulated.programs.towers import batch, sharded_tower
 from tests.support.parity import token_loss
 
@@ -21,8 +21,9 @@ from tests.support.parity import token_loss
 def _deletes_a_model_with_an_all_gather_in_flight() -> None:
     model = sharded_tower()
     model.layers[0].unshard(async_op=True)
-    del model
-    gc.collect()  # what gets the memory is work of the current stream
+    with one_at_a_time():  # each rank's own collection finds its model
+        del model
+        gc.collect()  # what gets the memory is work of the current stream
 
 
 def test_a_model_is_deleted_with_an_all_gather_in_flight() -> None:
