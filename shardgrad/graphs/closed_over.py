@@ -31,8 +31,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from shardgrad.diagnosis.program_line import is_of_the_program
 from shardgrad.graphs.outputs import host_value, plain_tensors
+from shardgrad.graphs.program_line import is_of_the_program
 
 _MOST_PARTS = 1_000  # limit of attributes or elements followed in one object
 _MOST_WAYS = 4  # limit of ways on which the parts of one object are followed

@@ -148,8 +148,8 @@ def _copies(
 
 
 def _digest(tensor: torch.Tensor) -> Hashable:
-    """Returns a digest of a tensor's bits: its shape, and a checksum, the sum of its 64-bit words,
-    each multiplied by an odd number that depends on its position.
+    """Returns a digest of a tensor's bits: shape, dtype, and a checksum, the sum of its 64-bit
+    words, each multiplied by an odd number that depends on its position.
 
     NaNs with the same bits compare equal, and zeros of different sign do not. Different bits have
     the same checksum with a probability of about 2**-60. To compare with a copy would need as much
@@ -164,4 +164,4 @@ def _digest(tensor: torch.Tensor) -> Hashable:
     for piece in whole.split(_PIECE_NBYTES):
         words = F.pad(piece, (0, -len(piece) % 8)).view(torch.int64)  # a copy, changed in place
         total = total * _ODD + words.mul_(factors[: len(words)]).sum()
-    return tensor.shape, int(total)
+    return tensor.shape, tensor.dtype, int(total)

@@ -185,6 +185,8 @@ class ModuleState(Capturable):
             raise CaptureError(
                 f"the step replaces {names[0]}, which a replay would not do",
                 expected="the same modules, parameters and buffers as at the start of the step",
+                got=f"{len(names)} replaced",
+                where=names[0],
                 fix=f"write buffers in place: self.{names[0]}.copy_(...); "
                 "replace parameters and modules between calls",
             )

@@ -21,10 +21,10 @@ from torch.distributions import Distribution
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardgrad.diagnosis.program_line import TORCH, is_of_the_program
 from shardgrad.errors import CaptureError, ShardgradError
 from shardgrad.graphs import eager_regions
 from shardgrad.graphs.closed_over import changed_numbers, closed_over
+from shardgrad.graphs.program_line import TORCH, is_of_the_program
 from shardgrad.ops.library import build_command, has_kernels
 
 _BLOCKING = {

@@ -216,6 +216,7 @@ class Reads(TorchDispatchMode):
                 f"it uses {name}, which is no parameter of a module that was passed to "
                 "graphed_step",
                 expected="every module that is sharded or trained, to guard and restore its state",
+                got="a parameter of none",
                 fix="graphed_step(..., module); and make an nn.Parameter of a module of a tensor "
                 "that is trained by itself",
             )

@@ -31,7 +31,6 @@ from torch.backends.cuda import (
 )
 from torch.utils._pytree import tree_map_only
 
-from shardgrad.diagnosis.program_line import line_that_raised
 from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import CaptureError, CollectiveError, OptionError, listed
 from shardgrad.graphs.capturable import CaptureAgain, capturable, difference, host_snapshot
@@ -50,6 +49,7 @@ from shardgrad.graphs.preflight import (
     require_launch_order,
     watched,
 )
+from shardgrad.graphs.program_line import line_that_raised
 from shardgrad.graphs.reads import Reads
 from shardgrad.graphs.recomputation import Redraws
 
@@ -518,6 +518,7 @@ class GraphedStep(Generic[_P, _R]):
         raise CaptureError(
             f"{self._name} cannot be called: {why}",
             expected="one call at a time, in the thread that built it, before close()",
+            got=why,
             fix=fix,
         )
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import nn
 
-from shardgrad.diagnosis.program_line import line_that_raised
 from shardgrad.graphs.closed_over import Place, closed_over
 from shardgrad.graphs.pool import GraphPool
+from shardgrad.graphs.program_line import line_that_raised
 from shardgrad.graphs.reads import Reads
 
 targets = torch.zeros(2)  # of the steps below, as a global variable

@@ -296,6 +296,7 @@ def test_another_tensor_in_the_state_of_torchs_optimizer_is_another_graph() -> N
     optimizer.state["count"] = 1  # as other optimizers may have
     state = OptimizerState(optimizer)
     before = state.guards()
+    assert state.guards() == before
     optimizer.state[parameter]["exp_avg"] = parameter.detach()
     assert state.guards() != before
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from shardgrad.diagnosis import program_line
+from shardgrad.graphs import program_line
 from tests.simulated.accelerator import build, errors
 
 NAME = "sim"
