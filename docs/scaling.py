@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ PAGE = DOCS / "explanation" / "scaling.md"
 sys.path.insert(0, str(DOCS.parent))
 warnings.filterwarnings("ignore")
 
-from shardgrad.programs.plan.hardware import Machine  # noqa: E402
+from shardgrad.optim.ownership import Matrix, buckets, owners  # noqa: E402
+from shardgrad.programs.plan.hardware import MATMUL_SHARE, Machine  # noqa: E402
 from shardgrad.programs.plan.planning import Plan, plan_of  # noqa: E402
 from shardgrad.programs.plan.rehearsal import Rehearsal, rehearse  # noqa: E402
 from shardgrad.programs.plan.request import Request  # noqa: E402
@@ -116,6 +118,91 @@ def weak_row(name: str, first: float | None) -> str:
         f"{guess.timeline.exposed_s * 1e3:,.0f} ms "
         f"| {guess.tokens_per_s:,.0f} | {share} |"
     )
+
+
+# -- a step of Muon
+
+NS_STEPS, IN_NODE = 5, 8
+
+
+def muon_table() -> list[str]:
+    """The matrices of Llama 3 8B's blocks, over one shard group."""
+    lines = [
+        "| GPUs | buckets | Newton-Schulz, evenly divided | exchanges alone | Muon's step "
+        "| if nothing had to be sent |",
+        "|---:|---:|---:|---:|---:|---:|",
+    ]
+    for ranks in (8, 16, 32, 64):
+        matrices = [m for shape in _block_8b() for m in Matrix.all_of(shape, 1, ranks)]
+        layers = PRESETS["8b"].layers
+        found = []
+        for indices, chosen in buckets([matrices] * layers, ranks):
+            together = matrices * len(indices)
+            works_s = [_newton_schulz_s(load) for load in _loads(together, chosen, ranks)]
+            found.append((works_s, _exchange_s(together, ranks)))
+        _, whole = owners(matrices * layers, [0] * ranks)
+        times_s = (
+            _newton_schulz_s(sum(whole)) / ranks,
+            sum(2 * exchange_s for _, exchange_s in found),
+            _in_turn_s(found),
+            _newton_schulz_s(max(whole)),
+        )
+        lines.append(
+            f"| {ranks} | {len(found)} | "
+            + " | ".join(f"{time_s * 1e3:.1f} ms" for time_s in times_s)
+            + " |"
+        )
+    return lines
+
+
+def _block_8b() -> list[tuple[int, int]]:
+    preset = PRESETS["8b"]
+    kv = preset.kv_heads * preset.head_width
+    attention = [(preset.width, preset.width)] * 2 + [(kv, preset.width)] * 2
+    feed_forward = [(preset.hidden, preset.width)] * 2 + [(preset.width, preset.hidden)]
+    return attention + feed_forward
+
+
+def _loads(matrices: list[Matrix], chosen: list[int], ranks: int) -> list[int]:
+    loads = [0] * ranks
+    for matrix, rank in zip(matrices, chosen, strict=True):
+        loads[rank] += matrix.work
+    return loads
+
+
+def _newton_schulz_s(work: int) -> float:
+    return 2 * NS_STEPS * work / (MATMUL_SHARE * GRAPHED.gpu.flops["bf16"])
+
+
+def _exchange_s(matrices: list[Matrix], ranks: int) -> float:
+    """One way, in bfloat16: what a rank sends to others, in its node and to other nodes."""
+    sent = 2 * sum(prod(matrix.shape) for matrix in matrices) / ranks**2  # to each rank
+    return max(
+        sent * (IN_NODE - 1) / GRAPHED.gpu.link.bandwidth,
+        sent * (ranks - IN_NODE) / GRAPHED.card.bandwidth,
+    )
+
+
+def _in_turn_s(found: list[tuple[list[float], float]]) -> float:
+    """When a step ends, in the order of `in_turn` in `muon_bucket.py`."""
+    clocks_s, link_s, returned_s = [0.0] * len(found[0][0]), 0.0, 0.0
+
+    def exchanged(number: int) -> float:
+        """When an exchange ends that ranks begin now, after those before it."""
+        return max(link_s, *clocks_s) + found[number][1]
+
+    link_s = sent_s = exchanged(0)
+    for number, (works_s, _) in enumerate(found):
+        arrived_s = sent_s
+        if number + 1 < len(found):
+            link_s = sent_s = exchanged(number + 1)
+        clocks_s = [
+            max(clock, arrived_s) + work for clock, work in zip(clocks_s, works_s, strict=True)
+        ]
+        link_s = exchanged(number)
+        clocks_s = [max(clock, returned_s) for clock in clocks_s]
+        returned_s = link_s
+    return link_s
 
 
 # -- beside what others published
@@ -378,6 +465,7 @@ CASES = {case.name: case for case in (*weak_cases(), *short_cases(), *PUBLISHED_
 TABLES: dict[str, Callable[[], list[str]]] = {
     "8b": lambda: weak_table("8b"),
     "short": lambda: weak_table(SHORT),
+    "muon": muon_table,
     "published": published_table,
 }
 

@@ -142,6 +142,23 @@ class Transport(ABC):
         call = partial(dist.all_reduce, chunk, group=self.group, async_op=True)
         return self._start(call, [chunk], tag)
 
+    def all_to_all(
+        self,
+        into: torch.Tensor,
+        out: torch.Tensor,
+        received: Sequence[int],
+        sent: Sequence[int],
+        tag: MessageTag,
+    ) -> Work:
+        """Sends to each rank the next `sent` elements of `out`; its message has no room for a tag.
+
+        `out` must not change before the work has been waited for. Unlike the other collectives, it
+        does not run in the order of the current stream, which waits for it in `Work.wait`.
+        """
+        splits = list(received), list(sent)
+        call = partial(dist.all_to_all_single, into, out, *splits, group=self.group, async_op=True)
+        return self._start(call, [into], tag)
+
     def _start(
         self,
         call: Callable[[], dist.Work | None],

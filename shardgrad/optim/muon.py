@@ -1,17 +1,18 @@
 """`Muon` over sharded matrices: one rank orthogonalizes each matrix.
 
-A step processes the buckets of [Note: Owned matrices] in `ownership.py` one after the other. For
-each bucket it updates the momentum of this rank's pieces, sends pieces to the matrices' owners,
-runs Newton-Schulz there in batches of one shape, sends the results back, and applies weight decay
-and the update to this rank's pieces. Values that change from step to step are read from device
-memory. Parameters without a gradient and skipped steps are masked on the device, without a branch
-on the host.
+A step processes the buckets of [Note: Owned matrices] in `ownership.py`. For each bucket it updates
+the momentum of this rank's pieces, sends pieces to the matrices' owners, runs Newton-Schulz there
+in batches of one shape, sends the results back, and applies weight decay and the update to this
+rank's pieces. The pieces of one bucket travel while another is orthogonalized.
+
+Values that change from step to step are read from device memory. Parameters without a gradient and
+skipped steps are masked on the device, without a branch on the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from itertools import chain, groupby
+from itertools import chain, groupby, islice
 from operator import itemgetter
 from typing import Any, ClassVar
 
@@ -25,7 +26,7 @@ from shardgrad.engine.transports import backend_for
 from shardgrad.errors import OptimizerParameterError, OptionError, unsupported
 from shardgrad.optim.flat import FlatOptimizer, Update
 from shardgrad.optim.hyper import Hyper, at_least_zero
-from shardgrad.optim.muon_bucket import Bucket, matrices_of, mesh_of
+from shardgrad.optim.muon_bucket import Bucket, in_turn, matrices_of, mesh_of
 from shardgrad.optim.newton_schulz import COEFFICIENTS
 from shardgrad.optim.ownership import buckets
 from shardgrad.optim.precision import Master, Precision
@@ -224,17 +225,18 @@ class Muon(FlatOptimizer):
     # -- a step
 
     def update_all(self, updates: Sequence[Update]) -> None:
-        """Updates the buckets one after the other. All ranks have the same buckets.
+        """Updates the buckets in turn. All ranks have the same buckets.
 
         A segment is updated if one of its parameters has a gradient. The engine binds gradients by
         flags that the reduction has summed over ranks ([Note: Live flags] in
         `engine/grad_shard.py`), so every rank has the same segments and joins the same exchanges.
         """
-        left = list(updates)
+        left = iter(updates)
         self._is_in_graphs |= bool(updates) and is_capturing(updates[0].segment.device)
-        for bucket in self._buckets(updates):
-            bucket.run(left[: len(bucket.segments)], self.with_states)
-            del left[: len(bucket.segments)]
+        in_turn(
+            bucket.run(list(islice(left, len(bucket.segments))), self.with_states)
+            for bucket in self._buckets(updates)
+        )
 
     def _buckets(self, updates: Sequence[Update]) -> list[Bucket]:
         # A table's id identifies everything that it was made from. Buckets keep the tables alive.
@@ -254,8 +256,8 @@ class Muon(FlatOptimizer):
             same = list(group)
             mesh = mesh_of(same[0].segment)
             matrices = [list(chain.from_iterable(matrices_of(update))) for update in same]
-            for indices in buckets(matrices, 1 if mesh is None else mesh.shard_size):
-                found.append(Bucket([same[i] for i in indices], self._ns_dtype))
+            for indices, owner_of in buckets(matrices, 1 if mesh is None else mesh.shard_size):
+                found.append(Bucket([same[i] for i in indices], owner_of, self._ns_dtype))
         if len(self._plans) >= _MOST_PLANS and not self._is_in_graphs:
             self._plans.clear()  # not once captured: graphs read the tables of plans
         self._plans[key] = found

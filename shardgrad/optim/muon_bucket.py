@@ -18,16 +18,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.engine.param_group import managed_by
+from shardgrad.engine.transports import MessageTag, Work, transport_for
 from shardgrad.ops.segments import segment_rows
 from shardgrad.ops.update import sgd_
 from shardgrad.optim.flat import Update
@@ -85,6 +84,7 @@ class Bucket:
     Args:
         updates: the bucket's updates in the step in which it is planned. Their segments have the
             same entry of `param_groups`, shard group, device and dtype.
+        owner_of: for each of their matrices, the rank that orthogonalizes it.
         dtype: the dtype in which matrices are exchanged and orthogonalized, unless parameters are
             float64.
 
@@ -92,18 +92,24 @@ class Bucket:
         segments: the segments of the updates.
     """
 
-    def __init__(self, updates: Sequence[Update], dtype: torch.dtype) -> None:
+    def __init__(
+        self, updates: Sequence[Update], owner_of: Sequence[int], dtype: torch.dtype
+    ) -> None:
         segments = self.segments = [update.segment for update in updates]
         self._options = segments[0].options
         # `sgd_` computes in float64 only if it also writes float64.
         self._dtype = torch.float64 if segments[0].dtype is torch.float64 else dtype
         self._device = segments[0].device
         mesh = mesh_of(segments[0])
-        self._process_group = None if mesh is None else mesh.shard_group
-        rank = 0 if mesh is None else mesh.shard_rank
+        rank, world_size = (0, 1) if mesh is None else (mesh.shard_rank, mesh.shard_size)
         matrices = [matrices_of(update) for update in updates]
         together = list(chain.from_iterable(chain.from_iterable(matrices)))
-        self._exchange = Exchange.of(together, 1 if mesh is None else mesh.shard_size, rank)
+        self._exchange = Exchange.of(together, owner_of, world_size, rank)
+        self._transport = (
+            transport_for(mesh.shard_group, self._device)
+            if mesh is not None and self._exchange.travels
+            else None
+        )
         # Kept alive because their ids are the key under which `Muon` caches its buckets.
         self._launch_rows = [update.launch.rows for update in updates]
         # Hyperparameters of the momentum step: lr -1; momentum is copied from the group's mirror.
@@ -133,8 +139,9 @@ class Bucket:
                 [_table(update.segment, pieces, ratio) for ratio, pieces in into_weights.items()]
             )
 
-    def run(self, updates: Sequence[Update], with_states: _WithStates) -> None:
-        """Updates all segments.
+    def run(self, updates: Sequence[Update], with_states: _WithStates) -> Iterator[None]:
+        """Updates all segments. Yields twice, when an exchange has been started whose result comes
+        next.
 
         Args:
             updates: the updates of the step, one for each segment.
@@ -149,9 +156,15 @@ class Bucket:
         """
         exchange = self._exchange
         sent = self._step_momentum(updates, with_states)
-        received = self._all_to_all(sent, exchange.sent, exchange.received)
+        work = self._start(sent, exchange.sent, exchange.received)
+        yield
+        (received,) = work.wait()
+        del sent
         self._orthogonalize(received, updates[0].hyper[EPS])
-        orthogonal = self._all_to_all(received, exchange.received, exchange.sent)
+        work = self._start(received, exchange.received, exchange.sent)
+        yield
+        (orthogonal,) = work.wait()
+        del received
         self._step_weights(with_states(updates, ("master", "remainder")), orthogonal)
 
     # -- arithmetic; see [Note: Two steps of SGD]
@@ -228,18 +241,29 @@ class Bucket:
         if exchange.travels:
             _copy(pieces, rows)
 
-    def _all_to_all(
-        self, out: torch.Tensor, sent: Sequence[int], received: Sequence[int]
-    ) -> torch.Tensor:
-        group = self._process_group
-        if group is None or not self._exchange.travels:
-            return out
-        into = out.new_empty(sum(received))
+    def _start(self, out: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> Work:
+        """Starts an exchange of pieces, whose work returns what is received."""
+        if self._transport is None:
+            return Work([out])
         # The sizes agree if step() is called, and gradients are None, on all ranks or on none.
         what = f"exchange of matrices that have gradients: {self.segments[0].names[0]} ..."
-        with recorder.group_log(group).waiting(what):
-            dist.all_to_all_single(into, out, list(received), list(sent), group=group)
-        return into
+        return self._transport.all_to_all(
+            out.new_empty(sum(received)), out, received, sent, MessageTag(what)
+        )
+
+
+def in_turn(runs: Iterable[Iterator[None]]) -> None:
+    """Runs buckets so that each is one exchange ahead of the next; see [Note: Owned matrices].
+
+    The newest takes its turn first: the pieces that it sends travel while the one before it is
+    orthogonalized.
+    """
+    coming, under_way = iter(runs), list[Iterator[None]]()
+    while True:
+        under_way = [*islice(coming, 1), *under_way]
+        if not under_way:
+            return
+        under_way = [run for run in under_way if next(run, run) is None]
 
 
 def _table(segment: Segment, pieces: Sequence[_Piece], ratio: float = 1.0) -> _Table:

@@ -7,9 +7,12 @@ For every other matrix, the owner receives the pieces of all ranks, orthogonaliz
 sends the results back: two exchanges, each an all-to-all. A rank never holds an unsharded matrix
 that it does not own.
 
-Matrices are exchanged in *buckets*: consecutive segments that together have about equal work for
-every rank. One bucket for each unit would leave ranks idle: seven matrices occupy 7 of 64 ranks.
-One bucket for the model would need staging memory for the whole model.
+Matrices are exchanged in *buckets*, consecutive segments of about the same size. While the matrices
+of one are orthogonalized, those of the next travel to their owners, and the results of the previous
+one travel back (`in_turn` in `muon_bucket.py`). So only the first and the last exchange cost time,
+and a rank may be one bucket ahead of the others. Work is therefore balanced over the buckets so
+far, not within each: seven matrices occupy 7 of 64 ranks, and the next seven go to others. One
+bucket for the model would hide nothing, and need staging memory for the whole model.
 
       send buffer, rank 0:    | pieces of matrices of rank 0 | pieces of matrices of rank 1 | ...
       receive buffer, rank 0: | pieces from rank 0 | pieces from rank 1 | ...
@@ -21,9 +24,9 @@ also the buffer of matrices.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -33,12 +36,9 @@ from shardgrad.sharding.layout import ShardLayout
 # bfloat16, for the reason given in layout.py.
 _ALIGNMENT_NUMEL = 64
 
-# A bucket ends only when no rank exceeds the mean work by more than this share of it.
-_UNEVENNESS = 0.05
-
-# It also ends only when it has this many elements per rank: the launches of a smaller one take
-# longer than its computation.
-_LEAST_NUMEL = 1 << 26
+# A bucket has at least this many elements per rank: with fewer, more ranks would wait for others,
+# and launches would take longer than the computation.
+_LEAST_NUMEL = 3 << 24
 
 
 class Matrix(NamedTuple):
@@ -99,24 +99,24 @@ class Matrix(NamedTuple):
         return (end - begin) * self.shape[1]
 
 
-def owners(matrices: Sequence[Matrix], world_size: int) -> tuple[list[int], list[int]]:
+def owners(matrices: Sequence[Matrix], load: Sequence[int]) -> tuple[list[int], list[int]]:
     """Chooses an owner for each matrix, so that ranks have about equal work.
 
     A matrix that is whole on a rank stays there. The others are assigned in the order of decreasing
     work, each to the rank with the least work so far. Ties go to the lower index, so all ranks
-    choose alike. No rank gets more than the mean work plus one matrix, unless the matrices that are
-    whole on it are more.
+    choose alike. From equal loads, no rank gets more than the mean work plus one matrix, unless the
+    matrices that are whole on it are more.
 
     Args:
         matrices: in an order that all ranks share.
-        world_size: ranks of the shard group.
+        load: the work that each rank of the shard group has already.
 
     Returns:
-        One rank for each matrix, and the work of each rank.
+        One rank for each matrix, and the work of each rank then.
 
     Source: Graham, "Bounds on multiprocessing timing anomalies", 1969.
     """
-    chosen, load = [0] * len(matrices), [0] * world_size
+    chosen, load = [0] * len(matrices), list(load)
     homes = [matrix.home for matrix in matrices]
     for i in sorted(range(len(homes)), key=lambda i: (homes[i] is None, -matrices[i].work, i)):
         home = homes[i]
@@ -126,28 +126,27 @@ def owners(matrices: Sequence[Matrix], world_size: int) -> tuple[list[int], list
     return chosen, load
 
 
-def buckets(segments: Sequence[Sequence[Matrix]], world_size: int) -> list[range]:
-    """Divides segments, in order, into buckets.
+def buckets(
+    segments: Sequence[Sequence[Matrix]], world_size: int
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Divides segments, in order, into buckets, as many as `_LEAST_NUMEL` allows.
 
     Args:
         segments: the matrices of each segment.
         world_size: ranks of the shard group.
 
-    Returns:
-        Ranges of indices that cover all segments. A bucket is the shortest in which no rank exceeds
-        the mean work by more than `_UNEVENNESS` and there are `_LEAST_NUMEL` elements per rank on
-        average. Remaining segments join the last bucket.
+    Yields:
+        The indices of a bucket's segments, and the owner of each of its matrices.
     """
-    ends = [0]
-    for end in range(1, len(segments) + 1):
-        together = [matrix for segment in segments[ends[-1] : end] for matrix in segment]
-        _, load = owners(together, world_size)
-        is_even = max(load) * world_size <= sum(load) * (1 + _UNEVENNESS)
-        numel = sum(prod(matrix.shape) for matrix in together)
-        if is_even and numel >= _LEAST_NUMEL * world_size:
-            ends.append(end)
-    ends[max(1, len(ends) - 1) :] = [len(segments)]
-    return [range(begin, end) for begin, end in pairwise(ends)]
+    numels = [sum(prod(matrix.shape) for matrix in segment) for segment in segments]
+    ends = list(accumulate(numels, initial=0))
+    total = max(1, ends[-1])
+    count = max(1, total // (_LEAST_NUMEL * world_size))
+    load = [0] * world_size
+    for _, alike in groupby(range(len(segments)), lambda i: ends[i] * count // total):
+        indices = list(alike)
+        chosen, load = owners([matrix for i in indices for matrix in segments[i]], load)
+        yield indices, chosen
 
 
 class BufferSlice(NamedTuple):
@@ -216,15 +215,17 @@ class Exchange:
     travels: bool
 
     @classmethod
-    def of(cls, matrices: Sequence[Matrix], world_size: int, rank: int) -> Exchange:
+    def of(
+        cls, matrices: Sequence[Matrix], owner_of: Sequence[int], world_size: int, rank: int
+    ) -> Exchange:
         """Plans the exchange of a bucket, for one rank.
 
         Args:
             matrices: in an order that all ranks share.
+            owner_of: the rank that owns each.
             world_size: ranks of the shard group.
             rank: this rank in the shard group.
         """
-        owner_of, _ = owners(matrices, world_size)
         owned: list[list[int]] = [[] for _ in range(world_size)]
         for i in sorted(range(len(matrices)), key=lambda i: matrices[i].shape):
             owned[owner_of[i]].append(i)

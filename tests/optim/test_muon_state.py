@@ -21,7 +21,7 @@ from shardgrad.errors import (
     OptimizerParameterError,
     OptionError,
 )
-from shardgrad.optim import ownership
+from shardgrad.optim import muon_bucket, ownership
 from tests.support.muon import (
     TIGHT,
     exactly,
@@ -111,31 +111,52 @@ def test_momentum_has_the_dtype_of_the_gradients_or_the_one_asked_for() -> None:
 
 
 @contextmanager
-def exchanges() -> Iterator[list[int]]:
-    """Yields the bytes that this rank sends to others, one number for each exchange."""
+def exchanges() -> Iterator[tuple[list[int], list[int]]]:
+    """Yields the bytes that this rank sends to others, one number for each exchange; and how many
+    exchanges are in flight whenever matrices are orthogonalized.
+    """
     sent: list[int] = []
-    original = dist.all_to_all_single
+    meanwhile: list[int] = []
+    in_flight: set[dist.Work] = set()
+    original, orthogonalize = dist.all_to_all_single, muon_bucket.newton_schulz_
 
-    def counted(into: Tensor, out: Tensor, received: Any, to: Any, group: Any) -> Any:
-        own = to[dist.get_rank(group)]
+    def counted(into: Tensor, out: Tensor, received: Any, to: Any, **options: Any) -> Any:
+        own = to[dist.get_rank(options["group"])]
         sent.append((sum(to) - own) * out.itemsize)
-        return original(into, out, received, to, group=group)
+        work = original(into, out, received, to, **options)
+        in_flight.add(work)
 
-    with mock.patch.object(dist, "all_to_all_single", counted):
-        yield sent
+        def wait() -> None:
+            in_flight.remove(work)
+            work.wait()
+
+        return mock.Mock(wait=wait)
+
+    def noted(*args: Any, **options: Any) -> None:
+        meanwhile.append(len(in_flight))
+        orthogonalize(*args, **options)
+
+    with (
+        mock.patch.object(dist, "all_to_all_single", counted),
+        mock.patch.object(muon_bucket, "newton_schulz_", noted),
+    ):
+        yield sent, meanwhile
 
 
-def a_step_sends_each_piece_there_and_back() -> None:
+def a_step_sends_each_piece_there_and_back_while_others_are_orthogonalized() -> None:
     world_size = dist.get_world_size()
     model = SHARDGRAD.shard_stack(stack(*[64] * 9))
     optim = shardgrad.optim.Muon([p for p in model.parameters() if p.ndim == 2])
     for step in range(3):
         SHARDGRAD.loss(model, step, 64).backward()
-        with exchanges() as sent, mock.patch.object(ownership, "_LEAST_NUMEL", 0):
+        with exchanges() as (sent, meanwhile), mock.patch.object(ownership, "_LEAST_NUMEL", 64**2):
             optim.step()
         optim.zero_grad()
-        # Eight units of one matrix: a bucket is as many of them as there are ranks.
-        assert len(sent) == 2 * 8 // world_size
+        # Eight units of one matrix: a bucket is as many of them as there are ranks. The next one
+        # travels to its owners, and the one before back.
+        count = 8 // world_size
+        assert len(sent) == 2 * count
+        assert meanwhile == [1, *[2] * (count - 2), 1]
         numel = 8 * 64 * 64
         assert sum(sent) == 2 * 2 * numel / world_size * (world_size - 1) / world_size
     assert len(optim._plans) == 1
@@ -144,8 +165,8 @@ def a_step_sends_each_piece_there_and_back() -> None:
 def test_a_step_sends_two_bytes_there_and_back_for_each_element(
     two_ranks: Ranks, four_ranks: Ranks
 ) -> None:
-    two_ranks.run(a_step_sends_each_piece_there_and_back)
-    four_ranks.run(a_step_sends_each_piece_there_and_back)
+    for ranks in (two_ranks, four_ranks):
+        ranks.run(a_step_sends_each_piece_there_and_back_while_others_are_orthogonalized)
 
 
 # -- refusals
