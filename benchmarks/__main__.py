@@ -57,9 +57,8 @@ class _Group(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for heading, commands in (("Benchmarks", BENCHMARKS), ("Records", _RECORDS)):
-            with formatter.section(heading):
-                formatter.write_dl(list(commands.items()))
+        with formatter.section("Names"):
+            formatter.write_dl([*BENCHMARKS.items(), *_RECORDS.items()])
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         words = iter(args)

@@ -83,17 +83,15 @@ def interleaved(
     rounds: int,
     *,
     repeats: int | Mapping[str, int] = 1,
-    warmup: int = 1,
     device: str = "cpu",
     barrier: Work = lambda: None,
 ) -> dict[str, list[Cost]]:
-    """Measures works in turns.
+    """Measures works in turns, after a repetition of each.
 
     Args:
         works: by name.
         rounds: in each of them every work has a turn.
         repeats: of a work in its turn; the same for all, or by name.
-        warmup: repetitions of each work before the first round.
         device: `cpu`, or the type of an accelerator.
         barrier: for works of several ranks.
 
@@ -101,8 +99,7 @@ def interleaved(
         The costs by name, one for each round.
     """
     for work in works.values():
-        for _ in range(warmup):
-            work()
+        work()
     settle()
     costs: dict[str, list[Cost]] = {name: [] for name in works}
     for number in range(rounds):
@@ -145,22 +142,20 @@ def ratios(samples: Sequence[float], base: Sequence[float]) -> list[float]:
     return [sample / other for sample, other in zip(samples, base, strict=True)]
 
 
-def samples_of(costs: Mapping[str, Any], *fields: str) -> dict[str, Any]:
+def samples_of(costs: Mapping[str, Sequence[Cost]], *fields: str) -> dict[str, Any]:
     """Fields of costs, one value for each round.
 
     Args:
-        costs: by name, or by case and name, as deep as may be.
-        *fields: of `Cost`; without any, `wall_s`.
+        costs: by name.
+        *fields: of `Cost`.
     """
-    if _is_nested(costs):
-        return {case: samples_of(of, *fields) for case, of in costs.items()}
     return {
-        name: {field: [getattr(cost, field) for cost in of] for field in fields or ("wall_s",)}
+        name: {field: [getattr(cost, field) for cost in of] for field in fields}
         for name, of in costs.items()
     }
 
 
-def summarize(costs: Mapping[str, Any], base: str, *fields: str) -> dict[str, Any]:
+def summarize(costs: Mapping[str, Sequence[Cost]], base: str, *fields: str) -> dict[str, Any]:
     """Spreads of fields of costs, and of the ratios of times to those of `base` in the same round.
 
     Args:
@@ -168,8 +163,6 @@ def summarize(costs: Mapping[str, Any], base: str, *fields: str) -> dict[str, An
         base: a name.
         *fields: as for `samples_of`.
     """
-    if _is_nested(costs):
-        return {case: summarize(of, base, *fields) for case, of in costs.items()}
     samples = samples_of(costs, *fields)
     found: dict[str, Any] = {}
     for name, of in samples.items():
@@ -180,10 +173,6 @@ def summarize(costs: Mapping[str, Any], base: str, *fields: str) -> dict[str, An
                 ratios(of[field], samples[base][field])
             )
     return found
-
-
-def _is_nested(costs: Mapping[str, Any]) -> bool:
-    return any(isinstance(of, Mapping) for of in costs.values())
 
 
 # -- what Linux counts

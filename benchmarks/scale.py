@@ -19,7 +19,7 @@ import click
 import torch.distributed as dist
 from matplotlib.figure import Figure
 
-from benchmarks.counts import Rank0
+from benchmarks.counts import ENVIRONMENT, Rank0
 from benchmarks.engines.task import Task
 from benchmarks.measure import proc_nbytes, spread
 from benchmarks.models import facts_of
@@ -110,10 +110,7 @@ def main(run: Run, preset: str, ranks: Sequence[int], rounds: int) -> None:
         return
     if run.smoke:
         preset, ranks, rounds = "tiny", [8, 16_384], 2
-    # As in `counts`. One rank makes NCCL's id for all, since the others that would do not exist.
-    os.environ.update(
-        HOSTCUDA_VALUES="0", HOSTCUDA_TIMING="1", TORCH_NCCL_RANKS_PER_ROOT=str(2**20)
-    )
+    os.environ.update(ENVIRONMENT)
     samples: dict[str, Any] = {}
     summary: dict[str, Any] = {}
     for world in ranks:
@@ -135,7 +132,9 @@ def main(run: Run, preset: str, ranks: Sequence[int], rounds: int) -> None:
 
 def _measure(name: str, task: Task, rounds: int) -> tuple[list[float], dict[str, float]]:
     """Returns the host's seconds for each unit in each round, and what else was counted."""
-    worker = Workers("benchmarks.scale:Rank", (name, task), 1, 600.0, device="cuda")
+    worker = Workers(
+        "benchmarks.scale:Rank", (name, task), 1, 600.0, device="cuda", starts_by="spawn"
+    )
     try:
         worker.ready()
         [once] = worker.call("first_step")

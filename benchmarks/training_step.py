@@ -54,6 +54,7 @@ _ALL = "all"
     "--engine",
     "engines",
     multiple=True,
+    type=click.Choice([*ENGINES, _ALL]),
     metavar="NAME",
     help=f"Engine, or {_ALL}; repeatable; --list-engines names them.  [default: "
     f"{', '.join(DEFAULT)}]",
@@ -170,9 +171,6 @@ def _measure(task: Task, length: Length, names: Sequence[str], run: Run) -> dict
 
 def _names(engines: Sequence[str]) -> list[str]:
     """The engines in the order of the catalogue, the base always among them."""
-    for name in engines:
-        if name != _ALL and name not in ENGINES:
-            raise UsageError(f"There is no engine {name!r}: there are {', '.join(ENGINES)}.")
     wanted = {*(engines or DEFAULT), BASE}
     return [name for name in ENGINES if name in wanted or _ALL in wanted]
 

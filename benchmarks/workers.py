@@ -66,6 +66,7 @@ class Worker:
         share_device: all ranks use one GPU.
         log: file for what the process prints; None leaves it on the terminal.
         local_rank: among the ranks of its machine; None where all are on one.
+        starts_by: "forkserver" or "spawn", which takes longer, and has the environment of now.
     """
 
     serves: str
@@ -78,6 +79,7 @@ class Worker:
     share_device: bool = False
     log: str | None = None
     local_rank: int | None = None
+    starts_by: str = "forkserver"
 
     def join(self) -> Any:
         """Makes this process a rank of its process group; returns its `torch.device`."""
@@ -203,7 +205,7 @@ class ThisMachine:
         # A server imports torch and the engines once, touches no device, and is forked for every
         # rank.
         os.environ.update(_KEEP_HEAP)
-        context = multiprocessing.get_context("forkserver")
+        context = multiprocessing.get_context(worker.starts_by)
         context.set_forkserver_preload([_PRELOADED, worker.serves.partition(":")[0]])
         process = context.Process(target=_main, args=(worker, connection), daemon=True)
         process.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -94,6 +95,17 @@ class Program:
 def adamw(params: Any, **options: Any) -> torch.optim.Optimizer:
     """The optimizer of every engine that does not bring one."""
     return torch.optim.AdamW(params, **{"lr": LR, "eps": EPSILON, "fused": True, **options})
+
+
+def muon(model: Any, library: Any) -> Any:
+    """Muon for matrices of blocks and AdamW for the rest; both of one library."""
+    of_blocks = dict.fromkeys(p for p in model.layers.parameters() if p.ndim == 2)
+    others = [p for p in model.parameters() if p not in of_blocks]
+    parts = library.Muon(of_blocks, lr=LR), library.AdamW(others, lr=LR)
+    return SimpleNamespace(
+        step=lambda: [part.step() for part in parts],
+        zero_grad=lambda: [part.zero_grad() for part in parts],
+    )
 
 
 def mesh_of(task: Task) -> DeviceMesh:

@@ -25,6 +25,7 @@ from benchmarks.engines.program import (
     Trained,
     adamw,
     mesh_of,
+    muon,
 )
 from benchmarks.engines.task import Task
 from benchmarks.models import build_model
@@ -38,7 +39,7 @@ def _sharded(
     fully_shard: Callable[..., Any],
     *,
     compiles: bool = False,
-    owns_optimizer: bool = False,
+    optimizer: Callable[..., Any] | None = None,
     **options: Any,
 ) -> Program:
     policy = MixedPrecisionPolicy()
@@ -64,12 +65,16 @@ def _sharded(
 
     return Program(
         model,
-        shardgrad.optim.AdamW(params, lr=LR, eps=EPSILON) if owns_optimizer else adamw(params),
+        adamw(params) if optimizer is None else optimizer(model),
         partial(shardgrad.clip_grad_norm_ if is_ours else nn.utils.clip_grad_norm_, params),
         device,
         task.clip,
         micro_batch=micro_batch,
     )
+
+
+def _own_adamw(model: nn.Module) -> shardgrad.optim.AdamW:
+    return shardgrad.optim.AdamW(model.parameters(), lr=LR, eps=EPSILON)
 
 
 def fsdp2(task: Task, device: torch.device, **options: Any) -> Trained:
@@ -82,6 +87,9 @@ def ours(task: Task, device: torch.device, **options: Any) -> Trained:
     return Trained(_sharded(task, device, shardgrad.fully_shard, **options).step)
 
 
+ours_with_optimizer = partial(ours, optimizer=_own_adamw)
+fsdp2_muon = partial(fsdp2, optimizer=partial(muon, library=torch.optim))
+ours_muon = partial(ours, optimizer=partial(muon, library=shardgrad.optim))
 fsdp2_keep = partial(fsdp2, reshard_after_forward=False)
 ours_keep = partial(ours, reshard_after_forward=False)
 fsdp2_compiled = partial(fsdp2, compiles=True)
@@ -89,7 +97,7 @@ fsdp2_compiled = partial(fsdp2, compiles=True)
 
 def ours_graphed(task: Task, device: torch.device, **options: Any) -> Trained:
     """A whole step as a graph."""
-    program = _sharded(task, device, shardgrad.fully_shard, owns_optimizer=True, **options)
+    program = _sharded(task, device, shardgrad.fully_shard, optimizer=_own_adamw, **options)
     step = shardgrad.graphed_step(program.forward, program.optimizer, warmup=_WARMUP)(program.step)
     return Trained(step, lambda: step.pool.nbytes)
 
