@@ -594,7 +594,6 @@ class RootContext(ReductionScheduler):
         self.is_asleep = False
         self.post_optim_event: torch.Event | None = None
         self.forward_root: Unit | None = None
-        self._evaluated_last = False  # the last outermost forward ran without gradients
         self._order: list[Unit] = []
         self._order_frozen = False
         self._position = 0
@@ -648,15 +647,16 @@ class RootContext(ReductionScheduler):
         Every rank must call it, because it decides which units are all-gathered again.
         """
         self.free_gradients()
-        root = self.root
-        if self._evaluated_last and root.reshard_after_forward is None and not self.reads_again:
-            # Free what the evaluation has left of the root, so that it is gathered again. Modules
-            # have shown the shards since, and torch does not count every write to them
-            # (`torch._foreach_*_`, `p.data.copy_()`).
-            for group in root.groups:
-                if group.is_filled and group.state is SHARDED:
-                    group.reshard()
         for unit in self.units:
+            # Free what the program has not asked to keep, so that it is gathered again: the root
+            # after an evaluation, and the unit that backward begins with. Modules have shown the
+            # shards since, and torch does not count every write to them (`torch._foreach_*_`,
+            # `p.data.copy_()`).
+            is_kept = self.reads_again or not unit.reshard_after_backward
+            if unit.reshard_after_forward is None and not is_kept:
+                for group in unit.groups:
+                    if group.is_filled and group.state is SHARDED:
+                        group.reshard()
             unit.refresh()
 
     def crosses_border(self) -> bool:
@@ -780,7 +780,6 @@ class RootContext(ReductionScheduler):
         used.
         """
         self.forward_root, is_kept = None, self.participation is not None
-        self._evaluated_last = not torch.is_grad_enabled()
         # The root's first complete forward decides what later forwards prefetch.
         if unit is self.root and not (self._order_frozen or is_kept):
             self._order_frozen = True

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import reprlib
 from collections import ChainMap, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -41,7 +41,7 @@ _NUMBERS = (bool, int, float, complex, str)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _CODE = (FunctionType, staticmethod, classmethod, property, functools.cached_property)
 
-# From one object to the next: (getattr, name) or (getitem, key).
+# From one object to the next: (getattr, name), (getitem, key), or (tensors_in, id).
 _Way = tuple[tuple[Callable[[Any, Any], Any], Any], ...]
 
 # The exceptions of a way whose attribute or element no longer exists.
@@ -99,9 +99,10 @@ def closed_over(
     function: Callable[..., Any],
     objects: Iterable[Any],
 ) -> Iterator[tuple[Place, Any]]:
-    """Yields (place, value) for the tensors, numbers and strings that are reachable. The search is
-    breadth-first, so places with the shortest way come first. A tensor may have several places: an
-    object that is found again may be replaced there alone, so its parts are followed again.
+    """Yields (place, value) for the tensors, numbers and strings that are reachable, and for the
+    number of tensors in each list. The search is breadth-first, so places with the shortest way
+    come first. A tensor may have several places: an object that is found again may be replaced
+    there alone, so its parts are followed again.
 
     Args:
         function: where the search starts.
@@ -127,6 +128,13 @@ def closed_over(
             for name, on in islice(_parts(value), _MOST_PARTS):
                 full = place.name + name if name.startswith((".", "[")) else name or place.name
                 waiting.append(Place(full, place.root, (*place.way, *on)))
+
+
+def tensors_in(values: Sequence[Any], identity: int) -> int:
+    """Returns the number of tensors in the list with this identity; raises for another list."""
+    if id(values) != identity:
+        raise LookupError
+    return sum(isinstance(each, torch.Tensor) for each in values)
 
 
 def changed_numbers(before: Iterable[tuple[Place, Any]]) -> Iterator[str]:
@@ -160,6 +168,8 @@ def _parts(value: Any) -> Iterator[tuple[str, _Way]]:
     elif isinstance(value, list | tuple | deque):
         for index in range(-1, len(value) - 1):  # -1, since appending changes what is last
             yield f"[{index % len(value)}]", ((getitem, index),)
+        if not isinstance(value, tuple):
+            yield ".__len__()", ((tensors_in, id(value)),)
     elif isinstance(value, type):
         own: Any = [vars(each) for each in value.__mro__ if not _is_torchs_or_ours(each)]
         parts = ChainMap(*own).items()

@@ -62,7 +62,9 @@ class ModuleState(Capturable):
         # The shards that had memory before the present capture; None outside of captures. See
         # [Note: Gradients in a graph's pool].
         self._with_memory: set[GradShard] | None = None
-        self._trains: tuple[bool, ...] = ()  # `requires_grad` of `_trainable` in this call
+        # `requires_grad` of `_trainable` at the beginning of this call, and at the latest border.
+        self._trains: tuple[bool, ...] = ()
+        self._trains_now: tuple[bool, ...] = ()
         self._is_placed = False  # True if `_trains` is as in the call before
         self._collect()
 
@@ -150,10 +152,10 @@ class ModuleState(Capturable):
             return (
                 ("modules", self._modules),
                 ("replaced parameters", self._generations),
-                ("requires_grad", self._trains),
+                ("requires_grad", self._trains_now),
                 ("addresses", tuple(map(torch.Tensor.data_ptr, self._addressed))),
                 ("gradients", tuple(grads), bound),
-                ("memory of gradients", tuple(memory)),
+                ("memory of gradients, of which the program keeps one,", tuple(memory)),
                 ("switches", *starmap(getitem, self._switches)),
             )
 
@@ -165,6 +167,7 @@ class ModuleState(Capturable):
             context.quiesce()
             context.comm_ctx.streams.forget_events()
         self._refuse_replaced()
+        self._note_requires_grad()
         for shard in self._allocated_in_capture():
             if not shard.are_absent():
                 raise CaptureAgain(
@@ -224,14 +227,18 @@ class ModuleState(Capturable):
             if group.in_flight or group.state is not SHARDED:
                 group.cancel_unshard()  # a replay writes the shard that it reads
                 group.show_sharded()  # a replay reads there what unsharded parameters were set to
-        with torch._C.DisableTorchFunction():  # makes DTensor attributes 3 times as fast
-            before, self._trains = self._trains, tuple(map(_REQUIRES_GRAD, self._trainable))
-        self._is_placed = self._trains == before
+        self._note_requires_grad()
+        self._is_placed = self._trains == self._trains_now
+        self._trains = self._trains_now
         for context in self._contexts:
             context.join_post_optim_event()
         if not self._is_placed:
             for grads in self._grad_groups:
                 grads.refresh_trainable()
+
+    def _note_requires_grad(self) -> None:
+        with torch._C.DisableTorchFunction():  # makes DTensor attributes 3 times as fast
+            self._trains_now = tuple(map(_REQUIRES_GRAD, self._trainable))
 
     def at_eager_border(self) -> None:
         """See `Capturable`."""
@@ -264,6 +271,7 @@ class ModuleState(Capturable):
             if fsdp_param_of(owner[name]) is None
         ]
         gradients = [(p, p.grad) for p in self._plain]
+        trains = [(p, p.requires_grad) for p in self._trainable]
         states = [(shard, shard.host_state()) for shard in self._shards()]
 
         def restore() -> None:
@@ -271,6 +279,8 @@ class ModuleState(Capturable):
                 owner[name] = value
             for param, grad in gradients:
                 param.grad = grad
+            for param, does in trains:
+                param.requires_grad_(does)
             for shard, state in states:
                 shard.restore(state)
 

@@ -71,7 +71,8 @@ _CAUSES: dict[object, CaptureError] = {
     ),
     906: CaptureError(
         "the step uses the default stream while it is captured on another one",
-        fix="use torch.cuda.current_stream(), or a torch.cuda.Stream()",
+        fix="use torch.cuda.current_stream(), or a torch.cuda.Stream(); or, in a region of "
+        "torch.autocast that eager forwards share, torch.clear_autocast_cache() before the call",
     ),
 }
 _COPY = CaptureError(

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 from shardgrad.engine.param_group import fsdp_param_of
 from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import CaptureError
-from shardgrad.graphs.closed_over import Place, address_of, closed_over
+from shardgrad.graphs.closed_over import Place, address_of, closed_over, tensors_in
 from shardgrad.graphs.outputs import (
     host_value,
     is_of_host,
@@ -222,15 +222,17 @@ class Reads(TorchDispatchMode):
             )
 
     def refuse_host_work(self, buffers: Iterable[torch.Tensor]) -> None:
-        """Refuses a step that steps a schedule, and one that stores an argument and reads it in the
-        next call: `buffers`, the graph's inputs, hold the next call's arguments by then.
+        """Refuses a step that steps a schedule or appends tensors to a list, and one that stores an
+        argument and reads it in the next call: `buffers`, the graph's inputs, hold the next call's
+        arguments by then.
         """
         for place, value in self.numbers:
-            # The count of torch's schedules.
-            if (getattr, "last_epoch") in place.way[-1:] and place.found() != value:
+            get, name = place.way[-1]
+            is_count = get is tensors_in or name == "last_epoch"
+            if is_count and place.found() not in (None, value):
                 raise CaptureError(
-                    f"it steps a schedule, whose {place.name} changes",
-                    fix="schedule.step() after the call",
+                    f"it changes {place.name} from {value}, which a replay would not do",
+                    fix="schedule.step() after the call; return a tensor, and append it there",
                 )
         memory = storages_of(buffers)
         for place in self.places:

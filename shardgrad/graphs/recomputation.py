@@ -14,8 +14,9 @@ do what torch's do.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import sub
 from typing import Any
 
 import torch
@@ -31,19 +32,23 @@ class Redraws:
     Args:
         pool: the pool of the step. On devices other than CUDA nothing is recorded, and a capture of
             such a region is refused.
+        passed: the generators that were passed to `graphed_step`.
 
     Attributes:
         notes: True until a call was recorded.
     """
 
-    def __init__(self, pool: GraphPool) -> None:
-        self._pool = pool
+    def __init__(self, pool: GraphPool, passed: Sequence[torch.Generator]) -> None:
+        self._pool, self._passed = pool, passed
         self.notes = True
         self._recomputed = 0  # number of regions recomputed in this call so far
         # Of each recomputed region that draws, by its number: the generator's offset at its
         # beginning in forward, relative to that of the call, and a generator for a capture.
         self._drawing: dict[int, tuple[int, torch.Generator]] = {}
-        self._begin = self._drawn = 0  # the offset at the beginning of a call, and how far it moves
+        # Of each generator that the step may draw from, the device's default one first: the offset
+        # at the beginning of a call, and how far the eager call has moved it.
+        self._begin: Sequence[int] = ()
+        self._drawn: Sequence[int] = ()
 
     @property
     def generators(self) -> list[torch.Generator]:
@@ -70,39 +75,45 @@ class Redraws:
         # stream is current, too.
         stream: Any = self._pool.stream
         self._recomputed, _on_streams[stream] = 0, self
-        self._begin = self.default.get_offset()
+        self._begin = self._offsets()
         try:
             yield
         finally:
             del _on_streams[stream]
         if self.notes:
-            self._drawn = self.default.get_offset() - self._begin
+            self._drawn = self._moved()
             self.notes = False
 
     def begin_replay(self) -> None:
         """Sets the regions' generators for the next replay to where the regions began in
         forward.
         """
-        seed, self._begin = self.default.initial_seed(), self.default.get_offset()
+        self._begin = self._offsets()
         for start, generator in self._drawing.values():
-            generator.manual_seed(seed).set_offset(self._begin + start)
+            generator.manual_seed(self.default.initial_seed()).set_offset(self._begin[0] + start)
 
     def end_replay(self) -> None:
         """Refuses a replay that drew more or fewer random numbers than the eager call. Recomputed
         regions then drew other numbers than in forward, or the step sets a seed, unlike a replay.
 
         Raises:
-            ReplayMismatchError: the generator has moved by another distance.
+            ReplayMismatchError: a generator has moved by another distance.
         """
-        drawn = self.default.get_offset() - self._begin
-        if drawn != self._drawn:
+        if (drawn := self._moved()) != self._drawn:
             raise ReplayMismatchError(
                 "a graph drew more or fewer random numbers than the eager step",
-                expected=f"the generator's offset to advance by {self._drawn}",
-                got=f"an advance by {drawn}",
-                fix="torch.manual_seed(...) between calls; or draw the same numbers whether or not "
-                "the step is being captured; or preserve_rng_state=False for recomputed regions",
+                expected=f"the generators' offsets to advance by {self._drawn}",
+                got=f"advances by {drawn}",
+                fix="manual_seed(...) between calls; or draw the same numbers whether or not the "
+                "step is being captured, with a larger warmup= if only its first calls draw more; "
+                "or preserve_rng_state=False for recomputed regions",
             )
+
+    def _offsets(self) -> list[int]:
+        return list(map(torch.Generator.get_offset, (self.default, *self._passed)))
+
+    def _moved(self) -> list[int]:
+        return list(map(sub, self._offsets(), self._begin))
 
     @contextmanager
     def recomputed(self, offset: int) -> Iterator[None]:
@@ -121,7 +132,7 @@ class Redraws:
             yield
         finally:
             if self.notes and default.get_offset() != offset:
-                self._drawing[number] = offset - self._begin, default.clone_state()
+                self._drawing[number] = offset - self._begin[0], default.clone_state()
             default.graphsafe_set_state(outside)
 
 

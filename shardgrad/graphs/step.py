@@ -183,7 +183,9 @@ class GraphedStep(Generic[_P, _R]):
         self._name = getattr(function, "__qualname__", type(function).__name__)
         self._warmup, self._max_graphs, self._raises = warmup, max_graphs, raises
         self._modules = [each for each in objects if isinstance(each, nn.Module)]
-        self._generators = [each for each in objects if isinstance(each, torch.Generator)]
+        generators = (each for each in objects if isinstance(each, torch.Generator))
+        # A graph cannot draw from those of the host: a comparison finds what it froze of them.
+        self._generators = [each for each in generators if each.device.type != "cpu"]
         self._capturables = list(map(capturable, objects))
         devices = (tensor.device for tensor in self._state())
         self.pool = pool or GraphPool(next(devices, None))
@@ -230,10 +232,13 @@ class GraphedStep(Generic[_P, _R]):
         known = captured
         is_warm = self.eager_steps >= self._warmup and self.pool.can_capture
         if not (known or self._news or inputs.key in self._refused) and is_warm:
+            restore_host = host_snapshot(self._capturables, self.pool.device, self._generators)
             captured = self._capture_or_refuse(inputs, self._seen[self._before][0])
             if captured is not None:
                 self.captures += 1
                 self._news = captured.why_not()
+                if self._news:
+                    restore_host()  # for the eager call: the capture has changed it
         self._with_news = self._with_news + 1 if self._news else 0
         if self._with_news == _IN_A_ROW:
             self._warn(
@@ -295,7 +300,7 @@ class GraphedStep(Generic[_P, _R]):
             lambda given: given.detach().to(self.pool.device, non_blocking=True),
             inputs.arguments,
         )
-        redraws = Redraws(self.pool)
+        redraws = Redraws(self.pool, self._generators)
         is_told = not (self.pool.can_capture or self.eager_steps)
         watch = watched(self._function, self._modules, self._found) if is_told else nullcontext()
         with handle_eager_calls(call_region), redraws.active(), watch:
@@ -446,6 +451,12 @@ class GraphedStep(Generic[_P, _R]):
             buffers.note_writes(reads, inputs)
             if self.pool.device.type == "cuda":
                 require_launch_order(reads.groups)
+            if _modes(self.pool.device) != self._before[1][0]:
+                raise CaptureError(
+                    "it leaves a mode of torch changed, such as torch.set_grad_enabled or the "
+                    "default dtype, which a replay would not do",
+                    fix="change modes between calls, or in a with block",
+                )
             # The state after the function ran: gradients may have been allocated in the capture.
             captured.outputs = apart_from(chain(self._state(), buffers.buffers), outputs)
         captured.parts += reads.close()

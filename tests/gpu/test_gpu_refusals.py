@@ -67,7 +67,6 @@ class Batch:
 
 
 WEIGHT = torch.nn.Parameter(torch.ones(2))
-SCHEDULE = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([WEIGHT], lr=0.1))
 REFUSED: dict[str, tuple[Callable[[], object], type[ShardgradError], str]] = {
     "no warm-up": (decorated(warmup=0), OptionError, "warmup=0"),
     "a pool of torch's": (decorated(pool=(0, 1)), OptionError, "a GraphPool or None"),
@@ -81,7 +80,6 @@ REFUSED: dict[str, tuple[Callable[[], object], type[ShardgradError], str]] = {
         OptionError,
         "torch's GradScaler reads on the host whether to skip",
     ),
-    "a schedule": (decorated(SCHEDULE), OptionError, "step schedulers between calls"),
     "a function": (
         decorated(doubled),
         OptionError,

@@ -157,10 +157,11 @@ class Script(ABC):
         self.before_forward()
         if op.how == "eval":
             self.net.eval()
-        with torch.inference_mode() if op.how == "inference" else torch.no_grad():
+        is_kept = op.how == "grad"
+        with torch.inference_mode() if op.how == "inference" else torch.set_grad_enabled(is_kept):
             out = self.out(x, op.how)
         self.net.train()
-        return {"out": out[0] if isinstance(out, tuple) else out}
+        return {"out": nets.whole(out).detach()}
 
     def partial(self, op: Op) -> Seen:
         """Calls a unit by itself, not through the root."""
