@@ -594,6 +594,7 @@ class RootContext(ReductionScheduler):
         self.is_asleep = False
         self.post_optim_event: torch.Event | None = None
         self.forward_root: Unit | None = None
+        self._ran_forward = False  # and no backward since
         self._order: list[Unit] = []
         self._order_frozen = False
         self._position = 0
@@ -652,8 +653,8 @@ class RootContext(ReductionScheduler):
             # after an evaluation, and the unit that backward begins with. Modules have shown the
             # shards since, and torch does not count every write to them (`torch._foreach_*_`,
             # `p.data.copy_()`).
-            is_kept = self.reads_again or not unit.reshard_after_backward
-            if unit.reshard_after_forward is None and not is_kept:
+            is_free = self._ran_forward and not self.reads_again
+            if is_free and unit.reshard_after_forward is None:
                 for group in unit.groups:
                     if group.is_filled and group.state is SHARDED:
                         group.reshard()
@@ -780,6 +781,7 @@ class RootContext(ReductionScheduler):
         used.
         """
         self.forward_root, is_kept = None, self.participation is not None
+        self._ran_forward = True
         # The root's first complete forward decides what later forwards prefetch.
         if unit is self.root and not (self._order_frozen or is_kept):
             self._order_frozen = True
@@ -826,7 +828,7 @@ class RootContext(ReductionScheduler):
                     # unsharded ones.
                     unit.show_sharded()
             self.drain(wait=wait and is_last)
-            self.ran_last = None
+            self.ran_last, self._ran_forward = None, False
             self._wait_until_read()
 
     # -- between iterations
