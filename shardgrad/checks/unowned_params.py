@@ -17,6 +17,7 @@ import warnings
 import weakref
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
+from operator import methodcaller
 from traceback import walk_stack
 from typing import Any
 
@@ -36,6 +37,7 @@ _Register = dict[str, nn.Parameter | None]
 _Slot = tuple[_Register, str]
 
 _CALL = nn.Module._call_impl.__code__
+_VALUES = methodcaller("values")  # a TorchScript module keeps its children in no dictionary
 
 
 class UnownedParameterWarning(UserWarning):
@@ -119,7 +121,7 @@ class UnownedParams:
 
     def _seen(self) -> tuple[list[Any], list[int]]:
         """Returns the present modules and the number of parameters of each, in passes in C."""
-        children = chain.from_iterable(map(dict.values, self._children))
+        children = chain.from_iterable(map(_VALUES, self._children))
         return list(children), list(map(len, self._registers))
 
     def _callers_now(self) -> list[nn.Module]:

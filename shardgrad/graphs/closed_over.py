@@ -185,7 +185,8 @@ def _attributes(value: Any) -> Iterator[str]:
     """Yields the names of an object's own attributes."""
     own = getattr(value, "__dict__", {})
     if isinstance(value, nn.Module):
-        yield from (*value._modules, *value._parameters, *value._buffers)
+        for register in (value._modules, value._parameters, value._buffers):
+            yield from register.keys()  # TorchScript's are no dictionaries
         for name, part in own.items():
             if name not in _OF_EVERY_MODULE or (name.endswith("_hooks") and part):
                 yield name

@@ -90,7 +90,10 @@ class ModuleState(Capturable):
         self._trainable = [*(p.sharded for p in params), *self._plain]
         self._addressed = [*self._plain, *self._module.buffers()]
         self._registration = Registration(params)
-        self._modules = tuple(self._module.modules())
+        # Nothing of a TorchScript module can be replaced, and it has no dictionaries.
+        self._modules = tuple(
+            [m for m in self._module.modules() if not isinstance(m, torch.jit.ScriptModule)]
+        )
         # Other host state that a step may set: (dictionary, key) of each value.
         of_unit = "reshard_after_forward", "reshard_after_backward", "unshard_in_backward"
         switches: Any = (
