@@ -26,8 +26,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
-
 import torch
 
 from shardgrad.engine.streams import Stream, Streams
@@ -39,13 +37,6 @@ Allocate = Callable[[int, torch.device], torch.Tensor]
 # Equal pieces: their dtype, their number, and the elements of each. Pieces are multiples of 128
 # bytes, so that all are aligned.
 PieceSize = tuple[torch.dtype, int, int]
-
-
-class Holder(Protocol):
-    """The operation that currently uses a slot."""
-
-    def complete(self) -> None:
-        """Ends the use of the slot. Blocks the host if the transport needs it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +80,8 @@ class Slot:
     Attributes:
         ready: recorded after the last write; the reader waits for it.
         free: recorded after the last use of the content; the next writer waits for it.
+        finish: ends the operation that uses the slot, and releases it; blocks the host if the
+            transport needs it. None if the slot is free.
     """
 
     def __init__(
@@ -103,7 +96,7 @@ class Slot:
         self.free = streams.event()
         self.lent: list[torch.Tensor] = []
         self._lenders: tuple[Stream, ...] = ()
-        self.holder: Holder | None = None
+        self.finish: Callable[[], object] | None = None
 
     def _start_over(self) -> None:
         """Leaves the bytes to whoever holds them."""
@@ -114,7 +107,7 @@ class Slot:
         self._views: dict[tuple[PieceSize, ...], list[Chunks]] = {}
 
     def take(self, nbytes: int, sizes: Sequence[PieceSize]) -> list[Chunks]:
-        """Returns pieces of these sizes, side by side, `nbytes` in all; only without a holder.
+        """Returns pieces of these sizes, side by side, `nbytes` in all; only if it is free.
 
         Growing the slot loses its content.
         """
@@ -180,7 +173,7 @@ class Slot:
     def release(self, stream: Stream) -> None:
         """Marks the work queued on `stream` so far as the last use of the content."""
         self.free.record(stream)
-        self.holder = None
+        self.finish = None
         if stream is None and self._lenders:  # on the CPU the work is done
             self.return_lent()
 
@@ -188,7 +181,7 @@ class Slot:
 class SlotRing:
     """Lends `depth` slots in turn, so that consecutive messages do not wait for each other.
 
-    If all slots are in flight, an elastic ring adds one; any other ring completes the oldest holder
+    If all slots are in flight, an elastic ring adds one; any other ring finishes the oldest use
     first. `allocate` provides memory that the ring `keeps`. If it is None, the ring uses torch's
     allocator and [Note: Staging comes and goes] applies.
     """
@@ -215,8 +208,7 @@ class SlotRing:
     def take(self, sizes: Sequence[PieceSize], writer: Stream) -> tuple[Slot, list[Chunks]]:
         """Returns the next slot and its pieces of these sizes.
 
-        `writer` waits until the slot is free. The caller sets the slot's `holder`, which releases
-        it.
+        `writer` waits until the slot is free. The caller sets the slot's `finish`.
         """
         nbytes = 0
         for dtype, count, numel in sizes:
@@ -226,14 +218,14 @@ class SlotRing:
         slot = None
         if len(self.slots) >= self.depth:
             for each in self._turns:
-                if each.holder is None:
+                if each.finish is None:
                     slot = each
                     break
             if slot is None and not self._elastic:
                 slot = self._turns[0]
                 # The host may block here, which bounds the number of reductions in flight.
-                if slot.holder is not None:
-                    slot.holder.complete()
+                if slot.finish is not None:
+                    slot.finish()
         if slot is None:
             # All are in flight, and a prefetch must not wait for them.
             slot = Slot(self._streams, self._device, self._allocate)
@@ -244,7 +236,7 @@ class SlotRing:
         if not self.keeps and slot.nbytes != nbytes:
             # Idle slots of other sizes would add to the peak. Freeing them does not block the host:
             # their `free` events order the streams.
-            idle = [each for each in self.slots if each.holder is None]
+            idle = [each for each in self.slots if each.finish is None]
             for each in idle if nbytes > self._largest else [slot]:
                 each.give_back()
             self._largest = max(nbytes, self._largest)
@@ -259,8 +251,8 @@ class SlotRing:
         """Changes the number of slots; first completes work in the slots that are removed."""
         self.depth = depth
         for slot in self.slots[depth:]:
-            if slot.holder is not None:
-                slot.holder.complete()
+            if slot.finish is not None:
+                slot.finish()
             slot.give_back()
             self._turns.remove(slot)
         del self.slots[depth:]
@@ -273,7 +265,7 @@ class SlotRing:
         """
         for slot in self.slots:
             # Still in flight, because another backward follows: do not start over.
-            if slot.holder is not None:
+            if slot.finish is not None:
                 return
         self._turns, self._largest = list(self.slots), 0
         # What a ring keeps on a device has nothing lent: see `CollectiveConfig.reduces_plainly`.

@@ -664,7 +664,7 @@ class GradGroup:
             # not wait for it.
             route.done.record(streams.reduce)
             route.done.wait(route.end)
-        reduction.slot, slot.holder = slot, reduction
+        reduction.slot, slot.finish = slot, reduction.complete
         reduction.own = own.whole if own.count else send.part(transport.rank)
         reduction.room, reduction.staging = room, staging.whole if staging.count else None
 

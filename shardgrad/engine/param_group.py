@@ -227,7 +227,6 @@ class AllGather:
         ready: recorded when `chunk` was last filled; None if the program or an optimizer fills it.
         supports_zero_copy: True if `chunk` may be the memory where the parameters live, so that
             they can be gathered from it one by one.
-        complete: see `Holder`.
     """
 
     supports_zero_copy: ClassVar[bool] = True
@@ -275,7 +274,7 @@ class AllGather:
         Streams: copies and the collective run on the gather stream, after the parameters were last
         written. Capture: safe once slots have grown.
         """
-        self.complete, transport, stream = finish, self.transport, self.streams.gather
+        transport, stream = self.transport, self.streams.gather
         with span("all_gather", name), self.streams.on(stream):
             # The optimizer has written the shards on the stream of the forward.
             self.comm_ctx.parameters_ready.wait(stream)
@@ -283,7 +282,7 @@ class AllGather:
                 self.ready.wait(stream)
             # The slot is free once the last copy-out has read it, on whichever stream that runs.
             slot, (staging, *others) = self.ring.take(self.sizes, stream)
-            self._slot, slot.holder = slot, self
+            self._slot, slot.finish = slot, finish
             sent = self.stage(staging, *others)
             self._gathered = staging.whole if transport.gather_chunks else sent
             messages = [(sent, staging, self.tag)]

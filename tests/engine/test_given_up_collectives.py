@@ -120,7 +120,7 @@ def test_what_an_abandoned_reduction_brings_is_written_to_its_old_memory(
         return
     end, done = comm_ctx.streams.reduce, comm_ctx.streams.event()
     route: Any = SimpleNamespace(end=end, done=done, second=None)
-    slot.holder = reduction = Reduction(
+    reduction = Reduction(
         name="few",
         route=route,
         works=[(0, NUMEL, work)],
@@ -134,13 +134,14 @@ def test_what_an_abandoned_reduction_brings_is_written_to_its_old_memory(
         pack_stream=comm_ctx.streams.current(),
         end=end,
     )
+    slot.finish = reduction.complete
     if reason is CollectiveError:
         give_up(group)
         reduction.abandon()
     else:
         with mock.patch.object(type(work), "wait", side_effect=reason), pytest.raises(reason):
             reduction.abandon()
-    assert slot.holder is None
+    assert slot.finish is None
     ring.take([(torch.float32, 7, NUMEL)], comm_ctx.streams.reduce)
     assert storage_of(slot.bytes) != storage_of(send.whole)
     store.set(go_on, "")
