@@ -155,9 +155,10 @@ class FSDPModule:
 
     def reshard(self) -> None:
         """Frees this unit's unsharded parameters and registers the sharded ones. Not recursive."""
-        self._unit.reshard(drop_kept=True)
-        for group in self._unit.groups:
-            group.wait_until_read()
+        unit = self._unit
+        unit.reshard(drop_kept=True)
+        if unit.context is not None:
+            unit.context.comm_ctx.shards_read.wait_on_host()
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """All-gathers this unit's parameters. Not recursive; a collective.

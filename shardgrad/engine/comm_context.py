@@ -26,6 +26,9 @@ class CommContext:
 
     Attributes:
         parameters_ready: recorded where the parameters were last written; all-gathers wait for it.
+        shards_read: recorded where shards in host memory were last read; the host waits for it
+            before the program may write them. See [Note: Shards on the host] in
+            `sharding/offload.py`.
         gather_ring: staging for all-gathers; grows to the prefetch depth in use.
         reduce_ring: staging for reductions; two may be in flight, and a third completes the first.
         is_captured: a graph is being captured; see `RootContext`.
@@ -45,6 +48,7 @@ class CommContext:
         self.gather_ring = SlotRing(self.streams, device, depth=2, elastic=True)
         self.reduce_ring = SlotRing(self.streams, device, depth=2, elastic=False)
         self.rings = [self.reduce_ring, self.gather_ring]
+        self.shards_read = self.streams.event()
         # By process group, or by key for a program's own transports.
         self._transports: dict[Hashable, Transport] = {}
         self._special_rings: dict[Hashable, SlotRing] = {}

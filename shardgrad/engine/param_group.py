@@ -320,9 +320,6 @@ class AllGather:
     def forget(self) -> None:
         """Drops copies of the parameters that are kept between steps. The base class keeps none."""
 
-    def wait_until_read(self) -> None:
-        """Makes the host wait until the shard has been read, if it is in host memory."""
-
 
 class ZeroCopyGather:
     """All-gathers from the shard into unsharded parameters; see `sharding/zero_copy.py`."""
@@ -711,7 +708,8 @@ class ParamGroup:
         """
         self.generation += 1
         locals_ = [local_of(param) for param in shown]
-        self.wait_until_read()
+        if self.gather is not None:
+            self.gather.comm_ctx.shards_read.wait_on_host()
         # Readers of the former shard, such as `model.to` or a copy of its state, may still be
         # running.
         keep_for_current_stream(self.shard)
@@ -849,11 +847,6 @@ class ParamGroup:
             gather.release(gather.streams.gather)
             if gather.zero_copy is not None:
                 self._free()
-
-    def wait_until_read(self) -> None:
-        """Makes the host wait until the shard has been read, if it is in host memory."""
-        if self.gather is not None:
-            self.gather.wait_until_read()
 
     # -- reshard
 

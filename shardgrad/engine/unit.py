@@ -599,11 +599,6 @@ class RootContext(ReductionScheduler):
         self._order_frozen = False
         self._position = 0
         self.ran_last: Unit | None = None  # among the forwards without a backward so far
-        # Groups whose shards are in host memory: the host must wait before a program may write
-        # them.
-        self._offloaded = [
-            g for unit in self.units for g in unit.groups if g.shard_memory.is_offloaded
-        ]
 
     # -- forward
 
@@ -797,11 +792,7 @@ class RootContext(ReductionScheduler):
             # After an evaluation, losses, clipping and optimizers find sharded parameters.
             if not torch.is_grad_enabled() and not (each.held or each.is_called_around or is_kept):
                 each.show_sharded()
-        self._wait_until_read()
-
-    def _wait_until_read(self) -> None:
-        for group in self._offloaded:
-            group.wait_until_read()
+        self.comm_ctx.shards_read.wait_on_host()
 
     # -- backward
 
@@ -829,7 +820,7 @@ class RootContext(ReductionScheduler):
                     unit.show_sharded()
             self.drain(wait=wait and is_last)
             self.ran_last, self._ran_forward = None, False
-            self._wait_until_read()
+            self.comm_ctx.shards_read.wait_on_host()
 
     # -- between iterations
 
@@ -880,7 +871,7 @@ class RootContext(ReductionScheduler):
         self.join()
         for unit in self.units:
             unit.reshard(drop_kept=True)
-        self._wait_until_read()
+        self.comm_ctx.shards_read.wait_on_host()
 
 
 def unit_of(module: nn.Module) -> Unit | None:

@@ -90,10 +90,6 @@ class HfsdpGather(AllGather):
         """See `AllGather`."""
         self._version = None
 
-    def wait_until_read(self) -> None:
-        """See `AllGather`."""
-        self._own.wait_until_read()
-
 
 class OffloadedHfsdpGather(HfsdpGather):
     """`HfsdpGather` from shards on the host."""

@@ -22,7 +22,6 @@ class OffloadedGather(AllGather):
             (dtype, self.transport.gather_chunks or 1, chunk.numel()),
             (chunk.dtype, int(chunk.dtype != dtype), chunk.numel()),
         ]
-        self._read = self.streams.event()
 
     def stage(self, staging: Chunks, *landing: Chunks) -> torch.Tensor:
         """See `AllGather`. If the shard is cast, it is copied to a separate piece of memory
@@ -32,9 +31,5 @@ class OffloadedGather(AllGather):
         if chunk.dtype != self.dtype:
             chunk = landing[0].whole.copy_(chunk, non_blocking=True)
         sent = staging.part(self.transport.rank).copy_(chunk, non_blocking=True)
-        self._read.record(self.streams.gather)
+        self.comm_ctx.shards_read.record(self.streams.gather)
         return sent
-
-    def wait_until_read(self) -> None:
-        """See `AllGather`."""
-        self._read.wait_on_host()
