@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 
@@ -101,33 +101,6 @@ class Piece:
         return math.prod(self.local_shape(rank))
 
 
-@lru_cache(maxsize=1024)  # a model has many groups, but of few kinds
-def _pieces(
-    shapes: tuple[tuple[int, ...], ...],
-    dims: tuple[int, ...],
-    first: tuple[int, ...],
-    world_size: int,
-    alignment: int,
-) -> tuple[tuple[Piece, ...], int, int]:
-    """Returns the pieces in order, then the elements of a chunk and of the unsharded parameters.
-
-    In a chunk, the parameters `first` come first.
-    """
-    pieces = []
-    unsharded_offset = 0
-    for shape, dim in zip(shapes, dims, strict=True):
-        shard_rows = -(-shape[dim] // world_size)
-        shard_numel = shard_rows * math.prod(shape[:dim] + shape[dim + 1 :])
-        span = _round_up(shard_numel, alignment)
-        pieces.append(Piece(shape, shard_rows, shard_numel, span, 0, unsharded_offset, dim))
-        unsharded_offset += _round_up(math.prod(shape), alignment)
-    shard_offset = 0
-    for i in dict.fromkeys((*first, *range(len(pieces)))):
-        pieces[i] = replace(pieces[i], shard_offset=shard_offset)
-        shard_offset += pieces[i].span
-    return tuple(pieces), shard_offset, unsharded_offset
-
-
 @dataclass(frozen=True)
 class ShardLayout:
     """The pieces of one group over `world_size` ranks. Create it with `ShardLayout.of`.
@@ -172,22 +145,28 @@ class ShardLayout:
             dims: the sharded dim of each; None for dim 0. A dim other than 0 has to divide evenly.
             zero_copy: per parameter, whether it is sent as a separate message; () if none is.
         """
+        pieces: list[Piece] = []
+        unsharded_numel = 0
+        for given, dim in zip(shapes, dims or [0] * len(shapes), strict=True):
+            shape = tuple(given)
+            shard_rows = -(-shape[dim] // world_size)
+            shard_numel = shard_rows * math.prod(shape[:dim] + shape[dim + 1 :])
+            span = _round_up(shard_numel, alignment)
+            pieces.append(Piece(shape, shard_rows, shard_numel, span, 0, unsharded_numel, dim))
+            unsharded_numel += _round_up(math.prod(shape), alignment)
         first = tuple(i for i, travels_alone in enumerate(zero_copy) if travels_alone)
-        pieces, shard_offset, unsharded_offset = _pieces(
-            tuple(map(tuple, shapes)),
-            tuple(dims or [0] * len(shapes)),
-            first,
-            world_size,
-            alignment,
-        )
+        tail_offset = 0
+        for i in dict.fromkeys((*first, *range(len(pieces)))):
+            pieces[i] = replace(pieces[i], shard_offset=tail_offset)
+            tail_offset += pieces[i].span
         tail_numel = _round_up((len(pieces) if with_flags else 0) + TAG_NUMEL, alignment)
         return cls(
             world_size,
             alignment,
-            pieces,
-            tail_offset=shard_offset,
-            chunk_numel=shard_offset + tail_numel,
-            unsharded_numel=unsharded_offset,
+            tuple(pieces),
+            tail_offset,
+            chunk_numel=tail_offset + tail_numel,
+            unsharded_numel=unsharded_numel,
             zero_copy=first,
         )
 
