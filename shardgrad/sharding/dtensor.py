@@ -47,13 +47,13 @@ def storages_of(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
         return list(map(torch.Tensor.untyped_storage, tensors))
 
 
-def dtensor_with(local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> DTensor:
+def _with_spec(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """Returns the DTensor whose local tensor is `local`; many may share one spec, as in torch.
 
     `DTensor.from_local` would move a local tensor on the host to the mesh's device.
     `DTensor.__init__` does nothing, but imports Dynamo and runs through it.
     """
-    return DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
 def dtensor_over(
@@ -73,13 +73,13 @@ def dtensor_over(
         stride: global.
     """
     spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, local.dtype))
-    return dtensor_with(local, spec)
+    return _with_spec(local, spec)
 
 
 def dtensor_like(local: torch.Tensor, param: DTensor) -> DTensor:
     """Returns the DTensor with local tensor `local`, sharded as `param`; dtypes may differ."""
     if local.dtype == param.dtype and param._spec.tensor_meta is not None:
-        return dtensor_with(local, param._spec)
+        return _with_spec(local, param._spec)
     return dtensor_over(
         local, param.device_mesh, tuple(param.placements), param.shape, param.stride()
     )

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -29,11 +29,10 @@ from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardgrad.errors import MeshError, OptionError, PlacementError, UnsupportedParameterError
-from shardgrad.sharding.dtensor import dtensor_over, dtensor_with, local_of
+from shardgrad.sharding.dtensor import dtensor_over, local_of
 from shardgrad.sharding.mesh import DataParallelMesh, SpmdAxes
 
 
@@ -78,24 +77,16 @@ class ParamSharding:
         """True if the unsharded parameter and its gradients are DTensors."""
         return self._unsharded is not None
 
-    @cached_property
-    def _specs(self) -> dict[torch.dtype, DTensorSpec]:
-        return {}
-
-    def sharded_dtensor(self, local: torch.Tensor, *, requires_grad: bool = False) -> DTensor:
+    def sharded_dtensor(self, local: torch.Tensor) -> DTensor:
         """Returns the sharded parameter's DTensor over this rank's piece."""
-        spec = self._specs.get(local.dtype)
-        if spec is None:
-            made = dtensor_over(local, self.mesh, self.placements, self.full_shape, self.stride)
-            spec = self._specs[local.dtype] = made._spec
-        return dtensor_with(local, spec, requires_grad=requires_grad)
+        return dtensor_over(local, self.mesh, self.placements, self.full_shape, self.stride)
 
     def sharded_param(self, local: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
         """Returns the sharded parameter over this rank's piece, a plain tensor.
 
         Like `nn.Parameter(...)`, but without its detach, which would run DTensor's dispatch.
         """
-        param = self.sharded_dtensor(local, requires_grad=requires_grad)
+        param: Any = self.sharded_dtensor(local).requires_grad_(requires_grad)
         param._is_param = True
         return cast(nn.Parameter, param)
 
