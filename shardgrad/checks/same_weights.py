@@ -19,8 +19,9 @@ import torch
 from torch import nn
 
 from shardgrad.diagnosis.same_lines import largest, require_same_lines
-from shardgrad.engine.param_group import FSDPParam, local_of
+from shardgrad.engine.param_group import FSDPParam
 from shardgrad.engine.unit import Unit
+from shardgrad.sharding.dtensor import local_of
 
 # Less than any other checksum, so that the largest is another rank's.
 _ROWLESS = torch.iinfo(torch.int64).min

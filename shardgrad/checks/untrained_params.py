@@ -24,10 +24,10 @@ from shardgrad.engine.param_group import (
     fsdp_param_of,
     is_replaced,
     is_unsharded_param,
-    local_of,
     managed_by,
 )
 from shardgrad.errors import OptimizerParameterError, listed
+from shardgrad.sharding.dtensor import local_of
 
 _SAMPLE_NUMEL = 4096
 _ROUNDING = 8 * torch.finfo(torch.float32).eps

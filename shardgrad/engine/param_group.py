@@ -59,31 +59,6 @@ from shardgrad.sharding.shardable import from_bytes, stored_shape, travels_as_by
 from shardgrad.sharding.zero_copy import is_zero_copy
 from shardgrad.sharding.zero_stage import Stage
 
-__all__ = [
-    "CLAIM",
-    "IGNORED",
-    "AllGather",
-    "FSDPParam",
-    "GroupSpec",
-    "Owner",
-    "ParamGroup",
-    "ParamState",
-    "Registration",
-    "UnshardedParams",
-    "ZeroCopyGather",
-    "fsdp_param_of",
-    "is_extension",
-    "is_replaced",
-    "is_unsharded_param",
-    "local_of",
-    "managed_by",
-    "mark",
-    "replaced_by",
-    "unmark",
-    "versions_of",
-    "warn_of_lost_writes",
-]
-
 _VERSION, _STEPS_TAKEN = attrgetter("_version"), attrgetter("steps_taken")
 _STORAGE = torch.Tensor.untyped_storage
 _REQUIRES_GRAD = attrgetter("requires_grad")

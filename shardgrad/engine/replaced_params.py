@@ -19,7 +19,6 @@ from shardgrad.engine.param_group import (
     ParamGroup,
     fsdp_param_of,
     is_extension,
-    local_of,
     managed_by,
     replaced_by,
 )
@@ -30,6 +29,7 @@ from shardgrad.errors import (
     TiedParameterError,
     listed,
 )
+from shardgrad.sharding.dtensor import local_of
 
 
 def adopt(group: ParamGroup) -> None:

@@ -15,9 +15,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardgrad.engine.param_group import UNSHARDED, FSDPParam, fsdp_param_of, local_of
+from shardgrad.engine.param_group import UNSHARDED, FSDPParam, fsdp_param_of
 from shardgrad.errors import MetaParameterError, UnsupportedParameterError
 from shardgrad.features.root_of import root_of
+from shardgrad.sharding.dtensor import local_of
 
 # Prefixes that wrappers add to names. Names in checkpoints and of receivers do not have them.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")

@@ -31,9 +31,10 @@ from torch.utils._pytree import tree_leaves
 
 from shardgrad.engine.buffers import RecurringMemory
 from shardgrad.engine.comm_context import CommContext
-from shardgrad.engine.param_group import AllGather, FSDPParam, ParamGroup, local_of, mark
+from shardgrad.engine.param_group import AllGather, FSDPParam, ParamGroup, mark
 from shardgrad.engine.streams import Streams, keep_for_current_stream
 from shardgrad.errors import ExtensionError, unsupported
+from shardgrad.sharding.dtensor import local_of
 from shardgrad.sharding.layout import ALIGNMENT_NBYTES, TAG_NUMEL
 from shardgrad.sharding.mesh import DataParallelMesh
 from shardgrad.sharding.offload import ShardMemory

@@ -27,7 +27,7 @@ from torch import nn
 
 from shardgrad.engine.grad_group import SWITCHES, ReductionSettings
 from shardgrad.engine.grad_shard import GradMemory, GradShard
-from shardgrad.engine.param_group import SHARDED, Registration, fsdp_param_of, local_of
+from shardgrad.engine.param_group import SHARDED, Registration, fsdp_param_of
 from shardgrad.engine.replaced_params import adopt
 from shardgrad.engine.streams import is_capturing
 from shardgrad.engine.unit import RootContext, units_under
@@ -35,6 +35,7 @@ from shardgrad.errors import CaptureError
 from shardgrad.graphs.capturable import Capturable, CaptureAgain, capturable, nothing
 from shardgrad.optim.flat import FlatOptimizer
 from shardgrad.optim.grad_scaler import GradScaler
+from shardgrad.sharding.dtensor import local_of
 
 # Guards are read at every call for every parameter. These make each of them one pass in C.
 _REQUIRES_GRAD = attrgetter("requires_grad")

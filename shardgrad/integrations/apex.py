@@ -34,7 +34,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from shardgrad.engine.param_group import local_of, managed_by
+from shardgrad.engine.param_group import managed_by
 from shardgrad.engine.replaced_params import adopt_given
 from shardgrad.errors import (
     DeepcopyError,
@@ -45,7 +45,7 @@ from shardgrad.errors import (
 )
 from shardgrad.optim.selection import plain_gradient, select
 from shardgrad.optim.state import copies_of_all
-from shardgrad.sharding.dtensor import dtensor_like
+from shardgrad.sharding.dtensor import dtensor_like, local_of
 
 _DEVICES = ["cuda"]  # ROCm calls its devices cuda too
 

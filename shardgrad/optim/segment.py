@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardgrad.engine.grad_shard import GradShard
-from shardgrad.engine.param_group import FSDPParam, ParamGroup, is_replaced, local_of
+from shardgrad.engine.param_group import FSDPParam, ParamGroup, is_replaced
 from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import CaptureError, GradientError, OptimizerParameterError
 from shardgrad.ops.segments import Row, segment_rows
@@ -33,7 +33,7 @@ from shardgrad.optim.host_states import host_zeros
 from shardgrad.optim.hyper import OptimGroup
 from shardgrad.optim.selection import gradients_of, plain_gradient
 from shardgrad.optim.state import local_tensor
-from shardgrad.sharding.dtensor import dtensor_like, in_own_storage, storages_of
+from shardgrad.sharding.dtensor import dtensor_like, in_own_storage, local_of, storages_of
 from shardgrad.sharding.layout import Piece
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from shardgrad.engine.param_group import local_of
 from shardgrad.engine.unit import units_under
 from shardgrad.errors import LostWorkWarning
+from shardgrad.sharding.dtensor import local_of
 from tests.support.parity import GATHERED, UNSHARDED, Engine, Tensors, as_unsharded, stack
 from tests.support.ranks import on_ranks
 
