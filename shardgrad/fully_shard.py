@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -211,26 +210,24 @@ def _dtypes(
     return dtypes, without_override(mp_policy)
 
 
-def _second_step(
-    mesh: DataParallelMesh, wire_dtype: torch.dtype | None
-) -> Callable[[], SecondStep] | None:
-    """Returns a factory for the step after the reduce-scatter; None without a second mesh axis."""
+def _second_step(mesh: DataParallelMesh, wire_dtype: torch.dtype | None) -> SecondStep | None:
+    """Returns the step after the reduce-scatter; None without a second mesh axis."""
     levels, replicas = mesh.levels, mesh.replicate_group
     if levels is not None:
         from shardgrad.features.hfsdp import OuterReduceScatter
         from shardgrad.features.wire_dtype import OuterExchange
 
         if wire_dtype is not None and levels.outer.size() > 1:
-            return partial(OuterExchange, levels, wire_dtype)
-        return partial(OuterReduceScatter, levels)
+            return OuterExchange(levels, wire_dtype)
+        return OuterReduceScatter(levels)
     if replicas is None:
         return None
     from shardgrad.features.hsdp import ReplicaAllReduce
     from shardgrad.features.wire_dtype import ReplicaExchange
 
     if wire_dtype is not None and replicas.size() > 1:
-        return partial(ReplicaExchange, replicas, wire_dtype)
-    return partial(ReplicaAllReduce, replicas)
+        return ReplicaExchange(replicas, wire_dtype)
+    return ReplicaAllReduce(replicas)
 
 
 @torch.inference_mode(mode=False)  # the shard is for training

@@ -162,7 +162,6 @@ class GradGroup:
         self._route: ReduceRoute
         self.trainable: tuple[bool, ...] = ()
         self.holds_frozen = False
-        self._second = None if group.spec.second_step is None else group.spec.second_step()
         self.pack_stream: Stream = None
         self.read_on: dict[Stream, None] = {}
         self._foreign: dict[Stream, StreamEvent] = {}
@@ -519,8 +518,9 @@ class GradGroup:
                 pack_strided(rows, target, layout, divisor=divisor)
                 rows = [row for i, row in enumerate(rows) if i not in layout.strided]
             rows, table, chunk_numel = [*rows, tail], layout.table_with_tail, layout.chunk_numel
-            if self._second is not None:
-                rows, table, chunk_numel = self._second.arrange(rows, table, chunk_numel)
+            second = self.group.spec.second_step
+            if second is not None:
+                rows, table, chunk_numel = second.arrange(rows, table, chunk_numel)
             ops.pack(
                 rows, target, table, chunk_numel=chunk_numel, divisor=divisor, accumulate=accumulate
             )
@@ -589,15 +589,12 @@ class GradGroup:
         made_for = comm_ctx, group.collectives, factor, group.reduce_tag
         if self._route_made_for != made_for:
             self._route_made_for = made_for
-            self._route = ReduceRoute(
-                group, self.params, self.layout, self._second, factor, comm_ctx
-            )
+            self._route = ReduceRoute(group, self.params, self.layout, factor, comm_ctx)
         route = self._route
         shard = None  # without the second step, only a partial sum remains
-        if all_reduces or self._second is None:
+        if all_reduces or route.second is None:
             shard = self.require_shard()
         reduction = Reduction(
-            name=group.name,
             route=route,
             shard=shard,
             touched=self.touched(),
@@ -959,10 +956,10 @@ class ReductionScheduler:
         self.backward_running = self.reads_again = False
         # Reductions of earlier backwards are complete and stay in flight.
         launched, self._launched = self._launched, []
-        mixed = {reduction.name for reduction in launched if reduction.abandon()}
+        mixed = {reduction.route.group for reduction in launched if reduction.abandon()}
         lost: dict[str, None] = {}
         for grads in self.grad_groups:
-            if grads.abandon_backward() or grads.group.name in mixed:
+            if grads.abandon_backward() or grads.group in mixed:
                 lost[grads.group.name] = None
             grads.end_backward()
         return list(lost)

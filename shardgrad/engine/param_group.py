@@ -389,7 +389,7 @@ class GroupSpec:
     Attributes:
         shard_memory: where shards, gradients and optimizer states live.
         stage: what each rank keeps unsharded.
-        second_step: creates the step after the reduce-scatter; None without a second mesh axis.
+        second_step: the step after the reduce-scatter; None without a second mesh axis.
         mesh_after_forward: the neighboring ranks that an int `reshard_after_forward` reshards to.
     """
 
@@ -399,7 +399,7 @@ class GroupSpec:
     shard_memory: ShardMemory
     stage: Stage
     all_gather: type[AllGather] = AllGather
-    second_step: Callable[[], SecondStep] | None = None
+    second_step: SecondStep | None = None
     mesh_after_forward: DataParallelMesh | None = None
 
 

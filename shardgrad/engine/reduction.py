@@ -32,6 +32,7 @@ class ReduceRoute:
 
     Attributes:
         comm_ctx: of the root.
+        group: whose gradients these are.
         transport: of the reduce-scatter.
         ring: the slots of messages.
         second: the step after the reduce-scatter on a mesh with another dim to reduce over.
@@ -53,12 +54,11 @@ class ReduceRoute:
         group: ParamGroup,
         params: Sequence[FSDPParam],
         layout: ShardLayout,
-        second: SecondStep | None,
         divide_factor: float | None,
         comm_ctx: CommContext,
     ) -> None:
-        self.comm_ctx = comm_ctx
-        self.second = second
+        self.comm_ctx, self.group = comm_ctx, group
+        self.second = second = group.spec.second_step
         self.collectives = group.collectives
         transport, ring = self.collectives.for_reduce(comm_ctx, group.mesh.gather_group)
         self.transport, self.ring = transport, ring
@@ -134,7 +134,6 @@ class PartialSum:
 class Reduction:
     """A launched reduction: its inputs, its destination, and how to end it."""
 
-    name: str  # of the unit
     route: ReduceRoute
     shard: GradShard | None  # None to stop after the first step and keep a partial sum
     touched: tuple[bool, ...]  # per trainable parameter, whether this rank had a gradient

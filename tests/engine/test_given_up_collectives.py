@@ -121,7 +121,6 @@ def test_what_an_abandoned_reduction_brings_is_written_to_its_old_memory(
     end, done = comm_ctx.streams.reduce, comm_ctx.streams.event()
     route: Any = SimpleNamespace(end=end, done=done, second=None)
     reduction = Reduction(
-        name="few",
         route=route,
         works=[(0, NUMEL, work)],
         slot=slot,
