@@ -78,7 +78,7 @@ def dtensor_over(
 
 def dtensor_like(local: torch.Tensor, param: DTensor) -> DTensor:
     """Returns the DTensor with local tensor `local`, sharded as `param`; dtypes may differ."""
-    if local.dtype == param.dtype and param._spec.tensor_meta is not None:
+    if local.dtype == param.dtype:
         return _with_spec(local, param._spec)
     return dtensor_over(
         local, param.device_mesh, tuple(param.placements), param.shape, param.stride()
