@@ -29,6 +29,7 @@ class CommContext:
         shards_read: recorded where shards in host memory were last read; the host waits for it
             before the program may write them. See [Note: Shards on the host] in
             `sharding/offload.py`.
+        tails: of the chunks of gradients, which similar groups share; see `GradGroup._tail`.
         gather_ring: staging for all-gathers; grows to the prefetch depth in use.
         reduce_ring: staging for reductions; two may be in flight, and a third completes the first.
         is_captured: a graph is being captured; see `RootContext`.
@@ -49,6 +50,7 @@ class CommContext:
         self.reduce_ring = SlotRing(self.streams, device, depth=2, elastic=False)
         self.rings = [self.reduce_ring, self.gather_ring]
         self.shards_read = self.streams.event()
+        self.tails: dict[Hashable, torch.Tensor] = {}
         # By process group, or by key for a program's own transports.
         self._transports: dict[Hashable, Transport] = {}
         self._special_rings: dict[Hashable, SlotRing] = {}

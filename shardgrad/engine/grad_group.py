@@ -36,13 +36,12 @@ would act on zeros.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from operator import or_
 from typing import Any, NoReturn, Protocol
-from weakref import WeakValueDictionary
 
 import torch
 
@@ -56,9 +55,6 @@ from shardgrad.engine.streams import Stream, StreamEvent, Streams, keep_for_curr
 from shardgrad.engine.tracing import NOTHING, outside_graphs, span
 from shardgrad.errors import CaptureError, GradientError, listed
 from shardgrad.policies import REDUCES_IN_GRAD_DTYPE
-
-# Tails of chunks, which similar groups share.
-_tails: WeakValueDictionary[object, torch.Tensor] = WeakValueDictionary()
 
 
 class GradState(Enum):
@@ -147,7 +143,6 @@ class GradGroup:
             is collected.
         read_on: streams on which this backward has read the parameters, or on which gradients
             arrived or were packed, without an event.
-        tails: the tails used so far, by the stream that read them and by their flags.
     """
 
     def __init__(self, group: ParamGroup, settings: ReductionSettings) -> None:
@@ -227,7 +222,6 @@ class GradGroup:
         self.layout = group.layout_of(placed, with_flags=True)
         self._route_made_for: tuple[object, ...] = ()  # the arguments of `_route` that may change
         self._nothing = torch.empty(0, dtype=group.gather_dtype, device=group.mesh.device)
-        self.tails: dict[tuple[Stream, tuple[bool, ...]], torch.Tensor] = {}
         self.partial.tensor = None
         self.sums = torch.empty(0, dtype=group.reduce_dtype, device=group.mesh.device)
         self._sums_used: StreamEvent | None = None  # None before the first sum
@@ -318,7 +312,8 @@ class GradGroup:
 
     def known_to_graph(self) -> object:
         """Returns the objects whose memory a graph may use, for the graph to keep alive."""
-        return self.shard, self.layout, self.sums, self.tails
+        tails = self.scheduler and self.scheduler.comm_ctx.tails
+        return self.shard, self.layout, self.sums, tails
 
     # -- collecting
 
@@ -462,7 +457,7 @@ class GradGroup:
         self,
         touched: tuple[bool, ...],
         target: torch.Tensor,
-        streams: Streams,
+        comm_ctx: CommContext,
         divisor: float,
         *,
         accumulate: bool = False,
@@ -475,7 +470,7 @@ class GradGroup:
         Args:
             touched: the flags in the tail.
             target: 1-D; in a slot, or the gradient shard.
-            streams: of the root.
+            comm_ctx: of the root.
             divisor: divides the gradients; 1 with `zero_copy`.
             accumulate: add to `target` instead of overwriting it.
             zero_copy: leave out zero-copy parameters.
@@ -486,7 +481,8 @@ class GradGroup:
 
         Streams: the pack stream, after every producer.
         """
-        stream, layout, tail = self.pack_stream, self.layout, self._tail(touched)
+        streams, stream, layout = comm_ctx.streams, self.pack_stream, self.layout
+        tail = self._tail(touched, comm_ctx.tails)
         used = self._sums_used if self.summed else None
         if used is not None and self.gradients:
             self.add_up(streams)
@@ -546,26 +542,23 @@ class GradGroup:
             found.append(grad.contiguous())
         return found
 
-    def _tail(self, flags: tuple[bool, ...]) -> torch.Tensor:
+    def _tail(self, flags: tuple[bool, ...], tails: dict[Hashable, torch.Tensor]) -> torch.Tensor:
         """Returns the tail of every rank's chunk: the touched flags.
 
-        Needs one launch for a new pattern of flags. Similar groups share it: it has 128 bytes per
-        rank.
+        Needs one launch for a new pattern of flags. Similar groups share it in `tails`: it has 128
+        bytes per rank.
         """
-        place = self.pack_stream, flags
-        tail = self.tails.get(place)
+        mesh, layout = self.group.mesh, self.layout
+        dtype = self._nothing.dtype if self._nothing.is_floating_point() else torch.float32
+        key = mesh.shard_group, flags, layout.alignment, dtype
+        tail = tails.get(key)
         if tail is None:
-            mesh, numel = self.group.mesh, self.layout.tail_numel
-            dtype = self._nothing.dtype if self._nothing.is_floating_point() else torch.float32
-            key = mesh.shard_group, flags, numel, dtype, mesh.device
-            tail = _tails.get(key)
-            if tail is None:
-                chunk = torch.tensor(flags + (False,) * (numel - len(flags)), dtype=dtype)
-                # One copy from the host for each pattern of flags; a training run has few.
-                tail = _tails[key] = chunk.repeat(mesh.shard_size).to(mesh.device)
-            self.tails[place] = tail
-            # Another group may have created it on another stream, and the last user drops it.
-            keep_for_current_stream(tail)
+            numel = layout.tail_numel
+            chunk = torch.tensor(flags + (False,) * (numel - len(flags)), dtype=dtype)
+            # One copy from the host for each pattern of flags; a training run has few.
+            tail = tails[key] = chunk.repeat(mesh.shard_size).to(mesh.device)
+        # It may have been created on another stream, and is dropped with the model.
+        keep_for_current_stream(tail)
         return tail
 
     # -- reducing
@@ -610,7 +603,7 @@ class GradGroup:
                 # The pack writes the gradient shard itself, after the previous reduction, which may
                 # have ended on another pack stream.
                 route.done.wait(reduction.end)
-                reduction.write = partial(self.pack, reduction.touched, streams=streams)
+                reduction.write = partial(self.pack, reduction.touched, comm_ctx=comm_ctx)
             else:
                 self._send(route, reduction)
             # If streams order the result, launch the end now; the host does not wait. With gloo,
@@ -638,7 +631,7 @@ class GradGroup:
         with streams.on(pack_stream):  # slots are allocated on the pack stream
             slot, (send, own, room, staging, *receive) = route.ring.take(route.sizes, pack_stream)
             lent = self.pack(
-                reduction.touched, send.whole, streams, route.before, zero_copy=is_whole
+                reduction.touched, send.whole, route.comm_ctx, route.before, zero_copy=is_whole
             )
         sent = [send]
         if is_whole:

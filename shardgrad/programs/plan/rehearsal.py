@@ -162,6 +162,8 @@ class _Trainer:
                 yield owner, slot.bytes.untyped_storage()
         for grads in self.context.grad_groups:
             yield from _memory_of(grads)
+        for tail in self._runtime.tails.values():
+            yield "tails", tail.untyped_storage()
         for _, tensor in self._optimizer.buffers():
             yield "optimizer state", tensor.untyped_storage()
         for buffer in self._model.buffers():
@@ -181,5 +183,3 @@ def _memory_of(grads: GradGroup) -> Iterator[tuple[str, torch.UntypedStorage]]:
         yield "gradients", grads.shard.flat.untyped_storage()
     for unreduced in (grads.sums, *grads.buffers().values()):
         yield "unreduced gradients", unreduced.untyped_storage()
-    for tail in grads.tails.values():
-        yield "tails", tail.untyped_storage()
