@@ -84,8 +84,9 @@ class ModuleState(Capturable):
                     fix="offload_policy=OffloadPolicy(), or call the step without graphed_step",
                 )
         self._grad_groups = [grads for unit in self._units for grads in unit.grad_groups]
-        contexts = dict.fromkeys(filter(None, map(_CONTEXT, self._units)))
-        self._contexts: list[RootContext] = list(contexts)
+        self._contexts: list[RootContext] = list(
+            dict.fromkeys(filter(None, map(_CONTEXT, self._units)))
+        )
         params = [p for group in self._groups for p in group.params]
         self._plain = [p for p in self._module.parameters() if fsdp_param_of(p) is None]
         self._trainable = [*(p.sharded for p in params), *self._plain]
