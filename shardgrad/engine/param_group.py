@@ -183,6 +183,10 @@ def is_extension(param: torch.Tensor) -> bool:
     return hasattr(local, "fsdp_pre_all_gather") or hasattr(local, "fsdp_post_all_gather")
 
 
+# What a rank sends, the chunks of all ranks to receive (1-D, in rank order), and the tag.
+GatherMessage = tuple[torch.Tensor, Chunks, MessageTag]
+
+
 @dataclass(eq=False)
 class AllGather:
     """The all-gathers of a group, one at a time.
@@ -195,7 +199,7 @@ class AllGather:
         layout: of the parameters that are in the chunks.
         process_group: the ranks that gather; by default those of the mesh.
         table: tells `ops.unpack` how to read the gathered chunks.
-        zero_copy: gathers the parameters that are not in the chunks; None if all are.
+        zero_copy: the messages of parameters that are not in the chunks.
         transport, ring: where messages are sent and staged.
         sizes: the pieces that an all-gather takes from a slot: the chunks (none if the shard is
             read in place), then those that `stage` needs.
@@ -217,7 +221,7 @@ class AllGather:
 
     def __post_init__(self) -> None:
         self.table = self.layout.table
-        self.zero_copy: ZeroCopyGather | None = None
+        self.zero_copy: list[GatherMessage] = []
         self.streams = self.comm_ctx.streams
         group = self.process_group or self.mesh.gather_group
         self.transport, self.ring = self.collectives.for_gather(self.comm_ctx, group)
@@ -260,15 +264,24 @@ class AllGather:
             self._slot, slot.finish = slot, finish
             sent = self.stage(staging, *others)
             self._gathered = staging.whole if transport.gather_chunks else sent
-            messages = [(sent, staging, self.tag)]
-            if self.zero_copy is not None:
-                messages += self.zero_copy.messages(transport.rank)
+            messages = [(sent, staging, self.tag), *self.zero_copy]
+            if self.zero_copy and self.chunk.dtype != self.dtype:
+                messages[1:] = self._cast_into_place()
             self._works = []
-            with NOTHING if self.zero_copy is None else transport.together():
+            with transport.together() if self.zero_copy else NOTHING:
                 # Zero-copy parameters are gathered in place. NCCL runs all messages as one launch.
                 for each in messages:
                     self._works.append(transport.all_gather(*each))
             slot.ready.record(stream)
+
+    def _cast_into_place(self) -> list[GatherMessage]:
+        """Casts this rank's own pieces of zero-copy parameters into their places, on the current
+        stream, and returns the messages that send them from there.
+        """
+        pieces, places, tags = zip(*self.zero_copy, strict=True)
+        own = [chunks.part(self.transport.rank) for chunks in places]
+        torch._foreach_copy_(own, pieces)
+        return list(zip(own, places, tags, strict=True))
 
     def wait(self, stream: Stream) -> torch.Tensor:
         """Ends the collective. Returns the chunks of all ranks side by side, in rank order (1-D).
@@ -296,41 +309,24 @@ class AllGather:
         """Drops copies of the parameters that are kept between steps. The base class keeps none."""
 
 
-class ZeroCopyGather:
-    """All-gathers from the shard into unsharded parameters; see `sharding/zero_copy.py`."""
+def _zero_copy_messages(
+    params: Sequence[FSDPParam],
+    layout: ShardLayout,
+    shard: torch.Tensor,
+    unsharded: torch.Tensor,
+) -> list[GatherMessage]:
+    """Returns the messages from the shard into zero-copy parameters; see `sharding/zero_copy.py`.
 
-    def __init__(
-        self,
-        params: Sequence[FSDPParam],
-        layout: ShardLayout,
-        shard: torch.Tensor,
-        unsharded: torch.Tensor,
-    ) -> None:
-        self._is_cast = shard.dtype != unsharded.dtype
-        # Views are created once: a group creates a new all-gather for another shard or buffer.
-        self._sent: list[torch.Tensor] = []
-        self._places: list[Chunks] = []
-        self._tags: list[MessageTag] = []
-        for i in layout.zero_copy:
-            p = layout.pieces[i]
-            self._sent.append(shard.narrow(0, p.shard_offset, p.shard_numel))
-            whole = unsharded.narrow(0, p.unsharded_offset, p.numel)
-            self._places.append(Chunks(whole, layout.world_size))
-            self._tags.append(MessageTag(f"all-gather of {params[i].name}"))
-
-    def messages(self, rank: int) -> Iterable[tuple[torch.Tensor, Chunks, MessageTag]]:
-        """Returns for each parameter what `rank` sends, the chunks to receive (1-D, in rank order),
-        and the tag.
-
-        Streams: first casts this rank's own pieces into place, on the current stream, if dtypes
-        differ.
-        """
-        sent = self._sent
-        if self._is_cast:
-            # The collective sends this rank's pieces from their places, so cast them there first.
-            sent = [places.part(rank) for places in self._places]
-            torch._foreach_copy_(sent, self._sent)
-        return zip(sent, self._places, self._tags, strict=True)
+    Their views are created once: a group creates a new all-gather for another shard or buffer.
+    """
+    messages = []
+    for i in layout.zero_copy:
+        p = layout.pieces[i]
+        piece = shard.narrow(0, p.shard_offset, p.shard_numel)
+        whole = unsharded.narrow(0, p.unsharded_offset, p.numel)
+        tag = MessageTag(f"all-gather of {params[i].name}")
+        messages.append((piece, Chunks(whole, layout.world_size), tag))
+    return messages
 
 
 class UnshardedParams(RecurringMemory):
@@ -739,7 +735,7 @@ class ParamGroup:
         gather = self.gather
         if gather is None or gather.comm_ctx is not comm_ctx:
             gather = self.gather = self._make_gather(comm_ctx)
-        if gather.zero_copy is not None:
+        if gather.zero_copy:
             # Zero-copy parameters need unsharded memory before the all-gather, not only at the
             # copy-out.
             streams = comm_ctx.streams
@@ -750,11 +746,11 @@ class ParamGroup:
 
     def _make_gather(self, comm_ctx: CommContext) -> AllGather:
         """Returns the all-gather of the shard, apart from its zero-copy parameters."""
-        layout, chunk, zero_copy = self.layout, self.shard, None
+        layout, chunk, zero_copy = self.layout, self.shard, []
         if layout.zero_copy and self.collectives.gathers_plainly:
             unsharded = self._unsharded_params(comm_ctx.streams)
             unsharded.allocate()  # the views need memory
-            zero_copy = ZeroCopyGather(self.params, layout, self.shard, unsharded.flat)
+            zero_copy = _zero_copy_messages(self.params, layout, self.shard, unsharded.flat)
             skipped = layout.packed_offset
             chunk = self.shard.narrow(0, skipped, layout.chunk_numel - skipped)
             layout = layout.packed
@@ -820,7 +816,7 @@ class ParamGroup:
             # The program may write the shard next, which the all-gather reads.
             gather.wait(gather.streams.current())
             gather.release(gather.streams.gather)
-            if gather.zero_copy is not None:
+            if gather.zero_copy:
                 self._free()
 
     # -- reshard

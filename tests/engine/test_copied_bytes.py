@@ -4,7 +4,6 @@ FSDP2's.
 
 from __future__ import annotations
 
-import traceback
 from collections import Counter
 from typing import Any
 from unittest.mock import patch
@@ -12,7 +11,6 @@ from unittest.mock import patch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardgrad.engine.param_group import ZeroCopyGather
 from shardgrad.sharding import zero_copy
 from shardgrad.sharding.layout import ALIGNMENT_NBYTES, TAG_NUMEL
 from tests.support.parity import FSDP2, SHARDGRAD, Engine, stack
@@ -33,10 +31,7 @@ class Copies(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func.name().removesuffix(".default")
         if name == "shardgrad::unpack":
-            # Before messages are sent: direct parameters' own pieces, into their places.
-            callers = {frame.f_code.co_name for frame, _ in traceback.walk_stack(None)}
-            kind = GATHER_IN if ZeroCopyGather.messages.__name__ in callers else GATHER_OUT
-            self.written[kind] += int(args[2][:, 0].sum()) * args[1].itemsize
+            self.written[GATHER_OUT] += int(args[2][:, 0].sum()) * args[1].itemsize
         elif name == "shardgrad::pack":
             self.written[REDUCE_IN] += args[1].nbytes
         elif name == "aten::copy_" and args[0].shape[-1:] == (TAG_NUMEL,):
