@@ -407,16 +407,11 @@ class Registration:
     """
 
     def __init__(self, params: Iterable[FSDPParam]) -> None:
-        self._registers: list[dict[str, nn.Parameter | None]] = []
-        self._attributes: list[str] = []
-        self._managed: list[FSDPParam] = []
-        self._params: list[nn.Parameter] = []
-        for p in params:
-            for module, attribute in p.owners:
-                self._registers.append(module._parameters)
-                self._attributes.append(attribute)
-                self._managed.append(p)
-                self._params.append(p.sharded)
+        places = [(p, *owner) for p in params for owner in p.owners]
+        self._registers = [module._parameters for _, module, _ in places]
+        self._attributes = [attribute for _, _, attribute in places]
+        self._managed = [p for p, _, _ in places]
+        self._params = [p.sharded for p in self._managed]
         self._storages = storages_of(self._params)
         self._memory = storages_of(map(local_of, self._params))
 
