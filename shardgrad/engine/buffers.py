@@ -269,7 +269,7 @@ class SlotRing:
             if slot.finish is not None:
                 return
         self._turns, self._largest = list(self.slots), 0
-        # What a ring keeps on a device has nothing lent: see `CollectiveConfig.reduces_plainly`.
+        # What a ring keeps on a device has nothing lent: it has memory for one collective only.
         if not self.keeps:
             for slot in self._turns:
                 slot.give_back(joined)

@@ -30,7 +30,8 @@ class CommContext:
             before the program may write them. See [Note: Shards on the host] in
             `sharding/offload.py`.
         tails: of the chunks of gradients, which similar groups share; see `GradGroup._tail`.
-        gather_ring: staging for all-gathers; grows to the prefetch depth in use.
+        gather_ring: staging for all-gathers; grows to the prefetch depth in use. Collectives that
+            are not staged in this ring or the next one read and write only their own memory.
         reduce_ring: staging for reductions; two may be in flight, and a third completes the first.
         is_captured: a graph is being captured; see `RootContext`.
         rings: the above and those whose memory a program provides.
@@ -109,16 +110,6 @@ class CollectiveConfig:
     hook: Any = None
     hook_stream: Stream = None
     only_sums: bool = False
-
-    @property
-    def gathers_plainly(self) -> bool:
-        """True if all-gathers use the transport, which reads and writes any memory."""
-        return True
-
-    @property
-    def reduces_plainly(self) -> bool:
-        """True if reduce-scatters use the transport, which reads and writes any memory."""
-        return True
 
     def for_gather(self, comm_ctx: CommContext, group: dist.ProcessGroup) -> Route:
         """Returns the transport and staging of all-gathers over `group`."""

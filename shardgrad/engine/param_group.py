@@ -742,7 +742,8 @@ class ParamGroup:
     def _make_gather(self, comm_ctx: CommContext) -> AllGather:
         """Returns the all-gather of the shard, apart from its zero-copy parameters."""
         layout, chunk, zero_copy = self.layout, self.shard, []
-        if layout.zero_copy and self.collectives.gathers_plainly:
+        _, ring = self.collectives.for_gather(comm_ctx, self.mesh.gather_group)
+        if layout.zero_copy and ring is comm_ctx.gather_ring:
             unsharded = self._unsharded_params(comm_ctx.streams)
             unsharded.allocate()  # the views need memory
             zero_copy = _zero_copy_messages(self.params, layout, self.shard, unsharded.flat)

@@ -72,7 +72,7 @@ class ReduceRoute:
             divide_factor or float(group.mesh.data_parallel_size), sums
         )
         # Without division, hook or custom collective, gradients can be sent without a copy.
-        reads = self.before == 1 and self.collectives.reduces_plainly
+        reads = self.before == 1 and ring is comm_ctx.reduce_ring
         wire = sums if not transport.sends else group.gradient_policy.wire_dtype or sums
         # If nothing is sent, the pack may write the gradient shard directly, provided that a
         # message or a step in between would not round or change the values.

@@ -76,16 +76,6 @@ class CustomCollectives(CollectiveConfig):
     staging: Callable[[dist.ProcessGroup], Allocate] | None = None
     exchanges: bool = False
 
-    @property
-    def gathers_plainly(self) -> bool:
-        """See `CollectiveConfig`."""
-        return self.all_gather is None and self.staging is None
-
-    @property
-    def reduces_plainly(self) -> bool:
-        """See `CollectiveConfig`."""
-        return self.reduce_scatter is None and self.staging is None
-
     def for_gather(self, comm_ctx: CommContext, group: dist.ProcessGroup) -> Route:
         """See `CollectiveConfig`."""
         if self.all_gather is not None and group.size() > 1:
