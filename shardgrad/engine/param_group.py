@@ -309,46 +309,20 @@ class AllGather:
         """Drops copies of the parameters that are kept between steps. The base class keeps none."""
 
 
-def _zero_copy_messages(
-    params: Sequence[FSDPParam],
-    layout: ShardLayout,
-    shard: torch.Tensor,
-    unsharded: torch.Tensor,
-) -> list[GatherMessage]:
-    """Returns the messages from the shard into zero-copy parameters; see `sharding/zero_copy.py`.
-
-    Their views are created once: a group creates a new all-gather for another shard or buffer.
-    """
-    messages = []
-    for i in layout.zero_copy:
-        p = layout.pieces[i]
-        piece = shard.narrow(0, p.shard_offset, p.shard_numel)
-        whole = unsharded.narrow(0, p.unsharded_offset, p.numel)
-        tag = MessageTag(f"all-gather of {params[i].name}")
-        messages.append((piece, Chunks(whole, layout.world_size), tag))
-    return messages
-
-
 class UnshardedParams(RecurringMemory):
     """A flat buffer and, over it, the unsharded tensor of each parameter.
 
-    See [Note: Unsharded parameters]. The buffer has `dtype` (bytes if the parameters travel as
-    bytes), the tensors the parameters' dtype.
+    See [Note: Unsharded parameters]. The buffer has the dtype that is gathered (bytes if the
+    parameters travel as bytes), the tensors the parameters' dtype.
     """
 
-    def __init__(
-        self,
-        params: Sequence[FSDPParam],
-        layout: ShardLayout,
-        dtype: torch.dtype,
-        device: torch.device,
-        streams: Streams,
-    ) -> None:
+    def __init__(self, group: ParamGroup, streams: Streams) -> None:
+        layout, dtype, device = group.layout, group.gather_dtype, group.mesh.device
         # For training, even if the first forward is an evaluation in inference mode.
         with torch.inference_mode(mode=False):
             self.flat = torch.empty(layout.unsharded_numel, dtype=dtype, device=device)
             super().__init__([self.flat], streams)
-            for p, view in zip(params, layout.whole.local_views(self.flat, 0), strict=True):
+            for p, view in zip(group.params, layout.whole.local_views(self.flat, 0), strict=True):
                 # `.data` gives the view its own version counter.
                 unsharded = p.sharding.unsharded_tensor(from_bytes(view, p.sharded.dtype).data)
                 # Created once: autograd graphs and hooks keep references to these objects.
@@ -746,7 +720,7 @@ class ParamGroup:
         if layout.zero_copy and ring is comm_ctx.gather_ring:
             unsharded = self._unsharded_params(comm_ctx.streams)
             unsharded.allocate()  # the views need memory
-            zero_copy = _zero_copy_messages(self.params, layout, self.shard, unsharded.flat)
+            zero_copy = self._zero_copy_messages(unsharded.flat)
             skipped = layout.packed_offset
             chunk = self.shard.narrow(0, skipped, layout.chunk_numel - skipped)
             layout = layout.packed
@@ -754,6 +728,19 @@ class ParamGroup:
         gather = self.spec.all_gather(chunk, layout, self.mesh, dtype, tag, comm_ctx, collectives)
         gather.zero_copy = zero_copy
         return gather
+
+    def _zero_copy_messages(self, unsharded: torch.Tensor) -> list[GatherMessage]:
+        """Returns the messages from the shard into the zero-copy parameters of the unsharded
+        buffer; see `sharding/zero_copy.py`.
+        """
+        messages = []
+        for i in self.layout.zero_copy:
+            p = self.layout.pieces[i]
+            piece = self.shard.narrow(0, p.shard_offset, p.shard_numel)
+            whole = unsharded.narrow(0, p.unsharded_offset, p.numel)
+            tag = MessageTag(f"all-gather of {self.params[i].name}")
+            messages.append((piece, Chunks(whole, self.layout.world_size), tag))
+        return messages
 
     def wait_for_unshard(self) -> None:
         """Ends the all-gather and registers the unsharded parameters.
@@ -789,10 +776,7 @@ class ParamGroup:
     def _unsharded_params(self, streams: Streams) -> UnshardedParams:
         """Returns the unsharded parameters, created at the first call."""
         if not isinstance(self.unsharded_memory, UnshardedParams):
-            device, dtype = self.mesh.device, self.gather_dtype
-            self.unsharded_memory = UnshardedParams(
-                self.params, self.layout, dtype, device, streams
-            )
+            self.unsharded_memory = UnshardedParams(self, streams)
         return self.unsharded_memory
 
     def has_memory_of(self, tensor: torch.Tensor) -> bool:
