@@ -667,7 +667,6 @@ class GradGroup:
         # This backward was added to the sums of earlier ones, and cannot be subtracted.
         self._drop_collected()
         if was_summed:
-            self.is_due = False
             self.summed = ()
         return was_summed
 

@@ -379,7 +379,11 @@ class FlatOptimizer(Optimizer):
         self._follow_program()
         for segment in self._segments:
             if not segment.is_allocated:
-                self._require_data(segment)
+                raise self._cannot_update(
+                    segment.names[0],
+                    "it is on the meta device",
+                    "model.to_empty(device=...), and initialize it, first",
+                )
         load_state(
             self.param_groups,  # type: ignore[arg-type]
             self._entries,
@@ -516,11 +520,7 @@ class FlatOptimizer(Optimizer):
         self._require_here()
         self._follow_program()
         settled = [(segment, segment.settle()) for segment in self._segments]
-        launches = [(segment, launch) for segment, launch in settled if launch is not None]
-        for segment, _ in launches:
-            if not segment.is_allocated:
-                self._require_data(segment)
-        return launches
+        return [(segment, launch) for segment, launch in settled if launch is not None]
 
     def update_all(self, updates: Sequence[Update]) -> None:
         """Launches the kernels of a step. Overridden if segments depend on each other."""
@@ -601,13 +601,3 @@ class FlatOptimizer(Optimizer):
         """
         sharded = (each for each in self._segments if isinstance(each, ShardedSegment))
         return [each.table.rows for each in sharded if each.table is not None]
-
-    # -- inside
-
-    def _require_data(self, segment: Segment) -> None:
-        if not segment.has_data:
-            raise self._cannot_update(
-                segment.names[0],
-                "it is on the meta device",
-                "model.to_empty(device=...), and initialize it, first",
-            )

@@ -18,9 +18,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 TESTS = {
     "shardgrad/engine": (
-        "tests/engine/test_gradients_kept.py tests/test_module.py tests/engine tests/checks"
-        " tests/features tests/fuzz/test_programs.py tests/optim/test_clips_and_zeroes.py"
-        " tests/sharding tests/mistakes"
+        "tests/fuzz/test_programs.py tests/simulated/test_simulated_engine.py"
+        " tests/simulated/test_not_too_strong.py tests/engine/test_kept_programs.py"
+        " tests/engine/test_gradients_kept.py tests/test_module.py"
+        " tests/features/test_custom_comms.py tests/engine tests/simulated/test_matrix.py"
+        " tests/checks tests/features tests/optim/test_clips_and_zeroes.py tests/sharding"
+        " tests/mistakes"
     ),
     "shardgrad/sharding": (
         "tests/sharding tests/mistakes tests/engine/test_kept_programs.py tests/features"

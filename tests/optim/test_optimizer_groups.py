@@ -183,6 +183,8 @@ def test_an_optimizer_whose_parameters_to_empty_has_replaced_says_so() -> None:
     with torch.device("meta"):
         model = stack(2, 2)
     optim = AdamW(model.parameters())
+    with pytest.raises(OptimizerParameterError, match="on the meta device"):
+        optim.load_state_dict(optim.state_dict())
     model.to_empty(device="cpu")
     with pytest.raises(OptimizerParameterError, match="to_empty"):
         optim.step()

@@ -7,6 +7,7 @@ import re
 import socket
 import sys
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from shardgrad import fully_shard
 from shardgrad.errors import MeshError
 from shardgrad.sharding.mesh import DataParallelMesh, default_mesh
+from tests.support.ranks import on_ranks
 
 
 @pytest.fixture
@@ -75,6 +77,17 @@ def test_units_share_one_mesh_over_all_ranks_and_each_world_has_another() -> Non
         finally:
             dist.destroy_process_group()
     assert meshes[0] is not meshes[1]
+
+
+@on_ranks(4)
+def test_a_mesh_makes_its_process_groups_once_and_waits_for_no_other_rank() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    dims = SimpleNamespace(shard_names=(), replicate_names=["inner"])
+    # Groups of one are made on two ranks only; other groups come after them.
+    makes = [partial(DataParallelMesh.of_named_axes, mesh, dims)][dist.get_rank() // 2 :]
+    makes += [partial(DataParallelMesh.of(default_mesh()).subdivide, 2)]
+    for make in [*makes, DataParallelMesh.of(mesh).over_both_axes]:
+        assert make().shard_group is make().shard_group
 
 
 @pytest.mark.usefixtures("one_rank")

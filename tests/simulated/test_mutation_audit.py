@@ -5,8 +5,6 @@ Edges are found by running the programs, so a new one is audited as soon as it i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import pytest
 import torch
 from torch import nn
@@ -17,10 +15,8 @@ from tests.simulated.accelerator import device
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks, on_virtual_ranks
 from tests.simulated.programs.audit import edges, is_noticed
 from tests.simulated.programs.edges import (
-    ENDS_OF_ONE_RANK,
     NOT_IN_THE_MATRIX,
     REPLACEMENTS,
-    SUMS_OF_ONE_RANK,
     UPDATES_TOLD_OF,
     Edge,
     watched,
@@ -39,20 +35,17 @@ def test_every_edge_of_the_engine_is_needed_by_a_program() -> None:
 
 
 class _Fan(nn.Module):
-    """Units that read the batch, each in a stream that the caller chooses; the first is reduced
-    last.
+    """Units that read the batch, each in a stream that the caller chooses, which does not wait for
+    that of the caller.
     """
 
-    def __init__(self, units: int, *, follow_the_caller: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.follow_the_caller = follow_the_caller
-        self.units = nn.ModuleList(nn.Linear(4, 4) for _ in range(units))
+        self.units = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
 
     def forward(self, x: torch.Tensor, places: list[torch.Stream]) -> torch.Tensor:
         home, outputs = torch.accelerator.current_stream(), []
         for unit, place in zip(self.units, places, strict=True):
-            if self.follow_the_caller:
-                place.wait_stream(home)
             with place:
                 outputs.append(unit(x))
         for place, output in zip(places, outputs, strict=True):
@@ -61,50 +54,12 @@ class _Fan(nn.Module):
         return torch.stack(outputs).sum(0)
 
 
-def _sharded(model: nn.Module, units: Iterable[nn.Module]) -> None:
-    model.to(device.NAME)
-    for module in (*units, model):
-        shardgrad.fully_shard(module, mesh=init_device_mesh(device.NAME, (1,)))
-
-
-def _backwards_on_three_streams_each(*syncs: bool) -> None:
-    x = torch.ones(2, 4, device=device.NAME)
-    model = _Fan(3)
-    _sharded(model, model.units)
-    places = [[torch.Stream(device.NAME) for _ in range(3)] for _ in syncs]
-    torch.accelerator.synchronize()
-    for _ in range(3):
-        for number, sync in enumerate(syncs):
-            model.set_is_last_backward(number == len(syncs) - 1)
-            model.set_requires_gradient_sync(sync)
-            model(x, places[number]).square().mean().backward()
-        for parameter in model.parameters():
-            parameter.grad = None
-
-
-@pytest.mark.parametrize(
-    ("removed", "syncs", "hazard"),
-    [
-        (None, (True, True), set()),
-        (ENDS_OF_ONE_RANK, (True, True), {"write-after-write"}),
-        (None, (False, True, False), set()),
-        (SUMS_OF_ONE_RANK, (False, True, False), {"write-after-read", "write-after-write"}),
-    ],
-)
-def test_one_rank_writes_after_the_backward_before_wherever_that_ended(
-    removed: Edge | None, syncs: tuple[bool, ...], hazard: set[str]
-) -> None:
-    """What it writes is a gradient, or a sum of gradients that are not synchronized."""
-    with watched(removed), device.checked(raises=False) as hazards:
-        VirtualRanks(1).run(_backwards_on_three_streams_each, *syncs)
-    assert {each.kind for each in hazards} == hazard, hazards
-
-
 @on_virtual_ranks(1, checks=True)
 def test_one_rank_reads_a_parameter_after_the_outermost_forward_began_in_any_stream() -> None:
     x = torch.ones(2, 4, device=device.NAME)
-    model = _Fan(2, follow_the_caller=False)
-    _sharded(model, model.units)
+    model = _Fan().to(device.NAME)
+    for module in (*model.units, model):
+        shardgrad.fully_shard(module, mesh=init_device_mesh(device.NAME, (1,)))
     optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
     places = [torch.Stream(device.NAME) for _ in range(2)]
     torch.accelerator.synchronize()

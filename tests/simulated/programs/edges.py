@@ -54,17 +54,11 @@ class Edge:
 # The process group's own: what was launched before a collective, and what is launched after it.
 BEFORE_A_COLLECTIVE = Edge("caller's stream", "process group:launch")
 AFTER_A_COLLECTIVE = Edge("process group:launch", "process group:wait")
-# Where one rank writes a gradient, after where it wrote it last. Needed only by a reduction that a
-# backward which is not the last launches at its end, if nothing else comes after its stream: more
-# side streams than the programs of the matrix have. `test_mutation_audit.py` has a program for it.
-ENDS_OF_ONE_RANK = Edge("reduction.py:Reduction._finish", "grad_group.py:GradGroup.launch")
-# The same where a sum that was packed is begun again.
-SUMS_OF_ONE_RANK = Edge("grad_group.py:GradGroup.pack", "grad_group.py:GradGroup.add_up")
 _OUTSIDE = "outside of the engine"
 # Parameters that are replaced while an update runs: after the program has told of it, or before.
 UPDATES_TOLD_OF = Edge(_OUTSIDE, "unit.py:RootContext.join_post_optim_event")
 REPLACEMENTS = Edge("param_group.py:ParamGroup.unshard", "param_group.py:ParamGroup.unshard")
-NOT_IN_THE_MATRIX = (ENDS_OF_ONE_RANK, SUMS_OF_ONE_RANK, UPDATES_TOLD_OF, REPLACEMENTS)
+NOT_IN_THE_MATRIX = (UPDATES_TOLD_OF, REPLACEMENTS)
 
 
 def _place(frame: FrameType | None) -> str:
