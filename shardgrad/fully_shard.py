@@ -400,11 +400,11 @@ def _install_hooks(unit: Unit, managed_modules: Sequence[nn.Module]) -> None:
             for group in unit.groups:
                 adopt(group)
 
-    owners = (owner for group in unit.groups for p in group.params for owner, _ in p.owners)
+    owners = {owner: None for group in unit.groups for p in group.params for owner, _ in p.owners}
     for module in dict.fromkeys([*managed_modules, *owners]):
         # Dynamo looks for these names, to treat parameters as values that change between calls.
         module.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
-        if any(param is not None for param in module._parameters.values()):
+        if module in owners:
             module.register_state_dict_pre_hook(to_shards)
             module.register_load_state_dict_pre_hook(to_own_shards)
             if module not in unit.modules:

@@ -185,7 +185,7 @@ def test_one_encoder_under_two_roots_equals_an_unsharded_run(
 ) -> Tensors:
     """Two roots have one encoder, which is under the one that ran last."""
     torch.manual_seed(0)
-    encoder = nn.Sequential(nn.Linear(5, 7), torch.jit.script(nn.Tanh()), nn.Linear(7, 7))
+    encoder = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 7))
     tasks = nn.ModuleList([Task(encoder), Task(encoder)])
     engine.shard(encoder[0], encoder, *tasks)
 
