@@ -31,7 +31,8 @@ TESTS = {
     "shardgrad/optim": "tests/optim tests/fuzz/test_programs.py"
     " tests/simulated/test_simulated_optimizers.py",
     "shardgrad/graphs": "tests/graphs tests/simulated/test_simulated_graphed_calls.py"
-    " tests/simulated/test_simulated_graphed_step.py",
+    " tests/simulated/test_simulated_graphed_step.py"
+    " tests/simulated/test_simulated_graph_borders.py",
     "csrc/cpu": "tests/ops tests/optim tests/fuzz/test_programs.py",
 }
 _IN_CPP = {

@@ -141,11 +141,17 @@ def test_gradients_that_a_step_leaves_on_plain_parameters_are_there_after_a_repl
     graphed: Graphed,
 ) -> Values:
     torch.manual_seed(0)
-    model = nn.Linear(WIDTH, WIDTH, device=NAME)
-    step = graphed(model)(lambda x: loss_of(model, x).backward())
+    model, absent = nn.Linear(WIDTH, WIDTH, device=NAME), list[bool]()
+
+    @graphed(model)
+    def step(x: Tensor) -> None:
+        loss = loss_of(model, x)
+        shardgrad.graphs.outside(lambda: absent.append(model.weight.grad is None))
+        loss.backward()
+
     for number in range(6):
         step(batch(number))
-        yield [param.grad.clone() for param in model.parameters()]
+        yield [torch.tensor(absent), *(param.grad.clone() for param in model.parameters())]
         model.zero_grad()
     require_replays(step, 1, 3)
 
@@ -176,3 +182,13 @@ def test_parameters_may_be_written_after_an_error(graphed: Graphed) -> Values:
                     param.mul_(0.99)
     require_replays(step, 1, 4)
     yield model
+
+
+@same_bits_as_eager(1)
+def test_an_output_may_be_what_the_next_call_writes(graphed: Graphed) -> Values:
+    step = graphed()(lambda x: x.mul_(2.0) + 1.0)
+    value = torch.ones(2, device=NAME)
+    for _ in range(8):
+        value = step(value)
+        yield [value.clone()]
+    require_replays(step, 1, 5)
