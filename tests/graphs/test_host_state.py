@@ -39,6 +39,16 @@ def test_a_group_keeps_the_tensor_of_its_learning_rate_when_another_goes() -> No
     assert [float(group["lr"]) for group in optimizer.param_groups] == [0.75, 0.125]
 
 
+def test_what_a_capture_adds_to_an_optimizer_goes_with_it() -> None:
+    param = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([param])
+    restore = capturable(optimizer).snapshot()
+    param.sum().backward()
+    optimizer.step()
+    restore()
+    assert not optimizer.state
+
+
 def test_zeros_of_either_sign_are_two_inputs_and_nan_is_one() -> None:
     numbers = 0.0, -0.0, float("nan"), float("nan")
     zero, other, nan, same = (flatten_inputs((number,), {}).key for number in numbers)
