@@ -286,6 +286,19 @@ def test_a_layer_is_frozen_and_thawed_again_and_again(
         yield step(batch(number, device))
 
 
+@same_bits_as_eager
+def test_a_gradient_that_the_program_keeps_is_not_added_to(
+    graphed: Graphed, device: torch.device
+) -> Values:
+    model = build()
+    step = graphed(model)(lambda x: loss_of(model, x).backward())
+    for number in range(6):
+        step(batch(number, device))
+        kept = model[0].first.weight.grad
+        yield kept
+        model.zero_grad()
+
+
 def test_what_runs_outside_of_the_graphs_draws_as_it_likes(device: torch.device) -> None:
     counts = itertools.count()
 
