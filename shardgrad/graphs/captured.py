@@ -75,8 +75,8 @@ class CapturedStep:
 
     @contextmanager
     def captured(self) -> Iterator[None]:
-        """Captures what the block launches. If the block raises, all graphs are destroyed, and the
-        host state is restored.
+        """Captures what the block launches. If the block raises, all graphs are destroyed. Restores
+        the host state if it does, or if the graph must not be replayed now, for an eager call.
         """
         restore = host_snapshot(self._capturables, self._pool.device, self._generators)
         try:
@@ -98,6 +98,8 @@ class CapturedStep:
         self._add_snapshots()
         self.parts += [each.replayed for each in self._capturables]
         self._kept = [each.known_to_graph() for each in self._capturables]  # only held
+        if self.why_not():
+            restore()
 
     def _begin(self) -> None:
         self._graphs.append(self._capture.enter_context(self._pool.capture(self._generators)))

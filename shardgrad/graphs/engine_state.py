@@ -160,7 +160,7 @@ class ModuleState(Capturable):
                 ("requires_grad", self._trains_now),
                 ("addresses", tuple(map(torch.Tensor.data_ptr, self._addressed))),
                 ("gradients", tuple(grads), bound),
-                ("memory of gradients, of which the program keeps one,", tuple(memory)),
+                ("memory of gradients", tuple(memory)),
                 ("switches", *starmap(getitem, self._switches)),
             )
 

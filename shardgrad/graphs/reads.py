@@ -227,8 +227,10 @@ class Reads(TorchDispatchMode):
         arguments by then.
         """
         for place, value in self.numbers:
-            get, name = place.way[-1]
-            is_count = get is tensors_in or name == "last_epoch"
+            # The count of a schedule of torch's is its `last_epoch`.
+            is_count = any(
+                get is tensors_in or name == "last_epoch" for get, name in place.way[-1:]
+            )
             if is_count and place.found() not in (None, value):
                 raise CaptureError(
                     f"it changes {place.name} from {value}, which a replay would not do",

@@ -232,13 +232,10 @@ class GraphedStep(Generic[_P, _R]):
         known = captured
         is_warm = self.eager_steps >= self._warmup and self.pool.can_capture
         if not (known or self._news or inputs.key in self._refused) and is_warm:
-            restore_host = host_snapshot(self._capturables, self.pool.device, self._generators)
             captured = self._capture_or_refuse(inputs, self._seen[self._before][0])
             if captured is not None:
                 self.captures += 1
                 self._news = captured.why_not()
-                if self._news:
-                    restore_host()  # for the eager call: the capture has changed it
         self._with_news = self._with_news + 1 if self._news else 0
         if self._with_news == _IN_A_ROW:
             self._warn(

@@ -151,8 +151,8 @@ class Bucket:
         Capture: safe once the process group has been used; nothing is read back.
 
         Raises:
-            CollectiveError: an exchange failed; the momentum has changed, the parameters of this
-                bucket have not.
+            CollectiveError: an exchange failed. The momentum of this bucket, and of others that are
+                under way, has changed; their parameters have not.
         """
         exchange = self._exchange
         sent = self._step_momentum(updates, with_states)

@@ -36,8 +36,8 @@ from shardgrad.sharding.layout import ShardLayout
 # bfloat16, for the reason given in layout.py.
 _ALIGNMENT_NUMEL = 64
 
-# A bucket has at least this many elements per rank: with fewer, more ranks would wait for others,
-# and launches would take longer than the computation.
+# On average, a bucket has at least this many elements per rank: with fewer, more ranks would wait
+# for others, and launches would take longer than the computation.
 _LEAST_NUMEL = 3 << 24
 
 

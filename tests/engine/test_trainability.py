@@ -33,8 +33,10 @@ from tests.support.ranks import on_ranks
 def test_ignored_parameters_have_the_gradients_of_fsdp2(engine: Engine) -> Tensors:
     model = stack(5, 7, 3)
     model[0] = torch.jit.script(model[0])  # a unit cannot own those of such a module
-    engine.fully_shard(model, ignored_params=set(model[0].parameters()))
-    assert not any(isinstance(param, DTensor) for param in model[0].parameters())
+    ignored = set(model[0].parameters())
+    engine.fully_shard(model, ignored_params=ignored)
+    assert set(model[0].parameters()) == ignored
+    assert not any(isinstance(param, DTensor) for param in ignored)
     engine.loss(model, 0, 5).backward()
     return engine.snapshot(model)
 

@@ -121,7 +121,7 @@ def exchanges() -> Iterator[tuple[list[int], list[int]]]:
     original, orthogonalize = dist.all_to_all_single, muon_bucket.newton_schulz_
 
     def counted(into: Tensor, out: Tensor, received: Any, to: Any, **options: Any) -> Any:
-        own = to[dist.get_rank(options["group"])]
+        own = to[dist.get_rank()]
         sent.append((sum(to) - own) * out.itemsize)
         work = original(into, out, received, to, **options)
         in_flight.add(work)

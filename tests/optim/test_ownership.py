@@ -74,12 +74,13 @@ LLAMA_8B += [(4096, 14336)]
 
 
 @pytest.mark.parametrize(
-    ("world_size", "number", "waiting"), [(8, 17, 3.2), (16, 8, 0.1), (32, 4, 0.1), (64, 2, 5.8)]
+    ("world_size", "number", "most"),
+    [(8, 17, 1.032), (16, 8, 1.001), (32, 4, 1.001), (64, 2, 1.058)],
 )
 def test_eight_billion_parameters_keep_all_ranks_busy(
-    world_size: int, number: int, waiting: float
+    world_size: int, number: int, most: float
 ) -> None:
-    """Of the time of Newton-Schulz the percent for which the slowest rank works or waits longer."""
+    """What the slowest rank takes, of the time of Newton-Schulz if it were evenly divided."""
     matrices = cut_over(LLAMA_8B, world_size)
     found = list(buckets([matrices] * 32, world_size))
     assert len(found) == number
@@ -92,4 +93,4 @@ def test_eight_billion_parameters_keep_all_ranks_busy(
         for matrix, rank in zip(matrices * len(indices), chosen, strict=True):
             end[rank] += matrix.work
     mean = 32 * sum(matrix.work for matrix in matrices) / world_size
-    assert 100 * (max(end) / mean - 1) < waiting
+    assert max(end) / mean < most
