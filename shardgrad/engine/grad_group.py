@@ -52,7 +52,7 @@ from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param_group import FSDPParam, ParamGroup
 from shardgrad.engine.reduction import PartialSum, ReduceRoute, Reduction
 from shardgrad.engine.streams import Stream, StreamEvent, Streams, keep_for_current_stream
-from shardgrad.engine.tracing import NOTHING, outside_graphs, span
+from shardgrad.engine.tracing import outside_graphs, span
 from shardgrad.errors import CaptureError, GradientError, listed
 from shardgrad.policies import REDUCES_IN_GRAD_DTYPE
 
@@ -644,11 +644,10 @@ class GradGroup:
         with streams.on(streams.reduce):
             slot.ready.wait(streams.reduce)
             # NCCL runs all messages as one launch; other transports run them one after another.
-            with transport.together() if is_whole else NOTHING:
-                for message, chunks, place in zip(route.messages, sent, receive, strict=True):
-                    begin, numel, tag = message
-                    work = transport.reduce_scatter(chunks, place, tag)
-                    reduction.works.append((begin, numel, work))
+            tags = [tag for _, _, tag in route.messages]
+            works = transport.reduce_scatters(list(zip(sent, receive, tags, strict=True)))
+            for (begin, numel, _), work in zip(route.messages, works, strict=True):
+                reduction.works.append((begin, numel, work))
         if route.second is not None:
             # The second step runs on its own stream, so that the next group's reduce-scatter does
             # not wait for it.

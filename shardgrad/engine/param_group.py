@@ -45,8 +45,8 @@ from shardgrad import ops
 from shardgrad.engine.buffers import Chunks, PieceSize, RecurringMemory
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext, SecondStep
 from shardgrad.engine.streams import Stream, StreamEvent, Streams, keep_for_current_stream
-from shardgrad.engine.tracing import NOTHING, span
-from shardgrad.engine.transports import MessageTag, Work
+from shardgrad.engine.tracing import span
+from shardgrad.engine.transports import GatherMessage, MessageTag, Work
 from shardgrad.errors import LostWorkWarning, listed
 from shardgrad.ops.movement import unpack_rows
 from shardgrad.policies import REDUCES_IN_GRAD_DTYPE, GradientPolicy
@@ -183,10 +183,6 @@ def is_extension(param: torch.Tensor) -> bool:
     return hasattr(local, "fsdp_pre_all_gather") or hasattr(local, "fsdp_post_all_gather")
 
 
-# What a rank sends, the chunks of all ranks to receive (1-D, in rank order), and the tag.
-GatherMessage = tuple[torch.Tensor, Chunks, MessageTag]
-
-
 @dataclass(eq=False)
 class AllGather:
     """The all-gathers of a group, one at a time.
@@ -267,11 +263,9 @@ class AllGather:
             messages = [(sent, staging, self.tag), *self.zero_copy]
             if self.zero_copy and self.chunk.dtype != self.dtype:
                 messages[1:] = self._cast_into_place()
+            # Zero-copy parameters are gathered in place. NCCL runs all messages as one launch.
             self._works = []
-            with transport.together() if self.zero_copy else NOTHING:
-                # Zero-copy parameters are gathered in place. NCCL runs all messages as one launch.
-                for each in messages:
-                    self._works.append(transport.all_gather(*each))
+            self._works = transport.all_gathers(messages)
             slot.ready.record(stream)
 
     def _cast_into_place(self) -> list[GatherMessage]:

@@ -19,24 +19,41 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _coalescing_manager
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+    AllgatherOptions,
+    ReduceScatterOptions,
+)
 
 from shardgrad.diagnosis.flight_recorder import FIX, Entry, GroupLog, recorder
 from shardgrad.engine.buffers import Chunks
-from shardgrad.engine.tracing import NOTHING
 from shardgrad.errors import DesyncError, unsupported
 from shardgrad.sharding.layout import TAG_NUMEL
 
 # torch 2.13 introduced these names; the old ones warn since then.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+# The same for several messages in one launch.
+_of_group = dist.ProcessGroup
+_all_gathers = getattr(
+    _of_group, "all_gather_single_coalesced", _of_group.allgather_into_tensor_coalesced
+)
+_reduce_scatters = getattr(
+    _of_group, "reduce_scatter_single_coalesced", _of_group.reduce_scatter_tensor_coalesced
+)
+# Keeps them on the current stream, as single messages.
+_GATHER_HERE, _REDUCE_HERE = AllgatherOptions(), ReduceScatterOptions()
+_GATHER_HERE.asyncOp = _REDUCE_HERE.asyncOp = False
+
+# This rank's chunk, the chunks of all ranks to receive (1-D, in rank order), and the tag.
+GatherMessage = tuple[torch.Tensor, Chunks, "MessageTag"]
+# The arguments of `Transport.reduce_scatter`.
+ReduceMessage = tuple[Chunks, Chunks, "MessageTag"]
 
 _BASE = 128
 _known_tags: dict[int, str] = {}
@@ -133,9 +150,13 @@ class Transport(ABC):
         or in `receive`.
         """
 
-    def together(self) -> AbstractContextManager[object]:
-        """Returns a context that groups several messages of one kind."""
-        return NOTHING
+    def all_gathers(self, messages: Sequence[GatherMessage]) -> list[Work]:
+        """Starts the all-gather of each message."""
+        return [self.all_gather(*message) for message in messages]
+
+    def reduce_scatters(self, messages: Sequence[ReduceMessage]) -> list[Work]:
+        """Starts the reduce-scatter of each message."""
+        return [self.reduce_scatter(*message) for message in messages]
 
     def all_reduce(self, chunk: torch.Tensor, tag: MessageTag) -> Work:
         """Sums `chunk` over the ranks, in place; its message has no room for a tag."""
@@ -259,18 +280,36 @@ class StreamTransport(Transport):
         """See `Transport.reduce_scatter`. Without `receive` it is in place, in this
         rank's chunk.
         """
-        # NCCL reduces in place if the result is this rank's part of its input.
-        own = receive.part(0) if receive.count else send.part(self.rank)
+        own = self._own(send, receive)
         call = partial(_reduce_scatter, own, send.whole, group=self.group)
         return self._start(call, [own], tag)
+
+    def _own(self, send: Chunks, receive: Chunks) -> torch.Tensor:
+        # NCCL reduces in place if the result is this rank's part of its input.
+        return receive.part(0) if receive.count else send.part(self.rank)
 
 
 class NcclTransport(StreamTransport):
     """NCCL's collectives, which it can group: several messages take one launch."""
 
-    def together(self) -> AbstractContextManager[object]:
-        """See `Transport.together`. Capture: as safe as one message."""
-        return _coalescing_manager(self.group)
+    def all_gathers(self, messages: Sequence[GatherMessage]) -> list[Work]:
+        """See `Transport.all_gathers`. Capture: as safe as one message."""
+        if len(messages) == 1:
+            return super().all_gathers(messages)
+        chunks, staging, tags = zip(*messages, strict=True)
+        whole = [each.whole for each in staging]
+        call = partial(_all_gathers, self.group, whole, list(chunks), _GATHER_HERE)
+        return [self._start(call, whole, tags[0])]
+
+    def reduce_scatters(self, messages: Sequence[ReduceMessage]) -> list[Work]:
+        """See `Transport.reduce_scatters`. Capture: as safe as one message."""
+        if len(messages) == 1:
+            return super().reduce_scatters(messages)
+        send, receive, tags = zip(*messages, strict=True)
+        own, whole = list(map(self._own, send, receive)), [each.whole for each in send]
+        call = partial(_reduce_scatters, self.group, own, whole, _REDUCE_HERE)
+        first = self._start(call, own[:1], tags[0])
+        return [first, *(Work([each]) for each in own[1:])]
 
 
 class ExchangeTransport(Transport):

@@ -54,7 +54,6 @@ WHY = {
     "that tensor parallelism has sharded",
     "torch.distributed.device_mesh.DeviceMesh._flatten": "several data-parallel axes are one",
     "torch.distributed.ProcessGroup._get_backend": "a backend may allocate what it registers",
-    "torch.distributed.distributed_c10d._coalescing_manager": "NCCL groups a unit's messages",
     "torch.distributed.distributed_c10d._get_default_store": "ranks ask through it while a "
     "collective hangs",
     "torch.distributed.distributed_c10d._get_object_coll_device": "where ranks compare texts",
