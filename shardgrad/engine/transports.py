@@ -40,11 +40,13 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 # The same for several messages in one launch.
 _of_group = dist.ProcessGroup
-_all_gathers = getattr(
-    _of_group, "all_gather_single_coalesced", _of_group.allgather_into_tensor_coalesced
+_all_gathers = (
+    getattr(_of_group, "all_gather_single_coalesced", None)
+    or _of_group.allgather_into_tensor_coalesced
 )
-_reduce_scatters = getattr(
-    _of_group, "reduce_scatter_single_coalesced", _of_group.reduce_scatter_tensor_coalesced
+_reduce_scatters = (
+    getattr(_of_group, "reduce_scatter_single_coalesced", None)
+    or _of_group.reduce_scatter_tensor_coalesced
 )
 # Keeps them on the current stream, as single messages.
 _GATHER_HERE, _REDUCE_HERE = AllgatherOptions(), ReduceScatterOptions()
