@@ -7,7 +7,8 @@ memory that nothing touches is free, and one process stands for rank 0 of a worl
     .venv-cuda/bin/python -m benchmarks counts
 
 With torch 2.15 there is one more engine: FSDP2 that keeps the memory of its whole parameters,
-forward and backward in a plain CUDA graph.
+forward and backward in a plain CUDA graph. Megatron-FSDP and FlexShard are counted if they are
+installed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from itertools import cycle, product
 from typing import Any
 
@@ -24,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.engines.floors import collectives
+from benchmarks.engines.foreign import flex_shard, megatron
 from benchmarks.engines.program import Trained, micro_batches
 from benchmarks.engines.task import PRECISIONS, Task
 from benchmarks.engines.torch_and_shardgrad import (
@@ -53,6 +56,10 @@ _ENGINES: dict[str, Callable[[Task, torch.device], Trained]] = {
 }
 if hasattr(FSDPModule, "set_keep_unsharded_storage"):
     _ENGINES["fsdp2-graphed"] = fsdp2_graphed
+if find_spec("megatron_fsdp"):
+    _ENGINES["megatron-fsdp"] = megatron
+if find_spec("flex_shard"):
+    _ENGINES["flex-shard"] = flex_shard
 # Of workers, which are spawned, since a server that other benchmarks have started has its own. The
 # runtime then neither copies messages nor keeps an order, so the host's time is that of the program
 # and of torch. One rank makes NCCL's id for all, since the others that would do not exist.
@@ -110,14 +117,10 @@ class Rank0:
         before = _calls()
         for _ in range(_STEPS):
             self._step()
-        found = {kind: round(count / _STEPS) for kind, count in (_calls() - before).items()}
-        graph = inspection.graph() if found.get("graphs") else None
-        nodes = [] if graph is None else graph["nodes"]
+        found = _calls() - before
+        nodes = inspection.graph()["nodes"] if found["graphs"] else []
         return {
-            **{
-                kind: found.get(kind, 0)
-                for kind in (*dict.fromkeys(_KINDS.values()), "allocations")
-            },
+            **{kind: round(found[kind] / _STEPS) for kind in (*_KINDS.values(), "allocations")},
             "nodes": len(nodes),
             "edges": sum(len(node["before"]) for node in nodes),
             "peak_allocated_nbytes": torch.cuda.max_memory_allocated(),
@@ -135,9 +138,9 @@ class Rank0:
 def _calls() -> Counter[str]:
     found: Counter[str] = Counter(allocations=torch.cuda.memory_stats()["allocation.all.allocated"])
     for name, count in inspection.calls().items():
-        kind = next((kind for start, kind in _KINDS.items() if name.startswith(start)), None)
-        if kind is not None:
-            found[kind] += count
+        for start, kind in _KINDS.items():
+            if name.startswith(start):
+                found[kind] += count
     return found
 
 
