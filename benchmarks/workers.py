@@ -36,8 +36,8 @@ _KEEP_HEAP = {
     "MALLOC_TOP_PAD_": str(64 * 2**20),
 }
 
-# Several ranks on one GPU: NCCL 2.30 allows it if asked; older ones do not look at ranks of other
-# hosts.
+# Several ranks on one GPU: NCCL 2.30 allows it if asked, as torch's symmetric memory does; older
+# ones do not look at ranks of other hosts.
 SHARED_DEVICE = {
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
     "NCCL_MAX_CTAS": "4",
@@ -46,6 +46,7 @@ SHARED_DEVICE = {
     "NCCL_IB_DISABLE": "1",
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_MNNVL_ENABLE": "0",
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
 }
 
 

@@ -70,6 +70,7 @@ def fully_shard(
     dp_mesh_dims: Any = None,
     gradient_policy: GradientPolicy = GradientPolicy(),
     zero_stage: Literal[1, 2, 3, "auto", "hfsdp"] = 3,
+    comm: Literal["collectives", "symmetric_memory"] = "collectives",
 ) -> _ModulesT:
     """Shards a module's parameters, gradients and optimizer states in place over a mesh of ranks.
 
@@ -111,6 +112,9 @@ def fully_shard(
             last backward (`set_is_last_backward`); "auto" keeps as many units unsharded as fit into
             the memory that is free after the first step; "hfsdp" shards everything over both axes
             of an HSDP mesh. Not in FSDP2.
+        comm: "symmetric_memory" gathers parameters by copies from the memory of the other ranks,
+            without staging or a copy-out, where all ranks of a process group can access it: on the
+            GPUs of one host. Other groups use collectives, after a warning. Not in FSDP2.
 
     Returns:
         The module or list that was passed. The class of each module is now `FSDP<Original>` and its
@@ -124,7 +128,7 @@ def fully_shard(
     """
     modules = validated(module)
     ignored = set(ignored_params or ())
-    refuse_wrong_types(mp_policy, offload_policy, gradient_policy, ignored)
+    refuse_wrong_types(mp_policy, offload_policy, gradient_policy, ignored, comm)
     stage = Stage.of(zero_stage, reshard_after_forward)
     data_mesh = _data_mesh(mesh, dp_mesh_dims, stage)
     check_kernels(data_mesh.device.type)
@@ -135,7 +139,7 @@ def fully_shard(
     refuse_two_levels(names, stage)
     shardings = shardings_of(names, data_mesh, shard_placement_fn)
     dtypes, mp_policy = _dtypes(names, shardings, mp_policy, gradient_policy)
-    refuse_combinations(names, shardings, dtypes, reshard_after_forward, stage)
+    refuse_combinations(names, shardings, dtypes, reshard_after_forward, stage, comm, memory)
     refuse_hooks(names.items())
     flag, _ = _reshard_plan(reshard_after_forward, data_mesh)
     # What these share travels in one collective.
@@ -154,9 +158,9 @@ def fully_shard(
             of_params.gradient_policy,
             memory,
             stage,
-            all_gather=_all_gather(stage, memory),
-            second_step=_second_step(group_mesh, of_params.gradient_policy.wire_dtype),
-            mesh_after_forward=smaller,
+            _all_gather(comm, stage, memory),
+            _second_step(group_mesh, of_params.gradient_policy.wire_dtype),
+            smaller,
         )
         groups.append(_group(params, spec))
     unit = Unit(modules, groups, data_mesh, mp_policy, flag, lazy_init)
@@ -264,8 +268,12 @@ def _group(params: list[FSDPParam], spec: GroupSpec) -> ParamGroup:
     return group
 
 
-def _all_gather(stage: Stage, memory: ShardMemory) -> type[AllGather]:
-    """Returns the class of all-gathers: from device or host memory, over one mesh axis or two."""
+def _all_gather(comm: str, stage: Stage, memory: ShardMemory) -> Callable[..., AllGather]:
+    """Returns what makes all-gathers: from device or host memory, over one mesh axis or two."""
+    if comm == "symmetric_memory":
+        from shardgrad.features.symmetric_memory import gather_through_windows
+
+        return gather_through_windows
     if stage.over_both_axes:
         from shardgrad.features.hfsdp import HfsdpGather, OffloadedHfsdpGather
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from shardgrad.engine.param_group import is_extension
 from shardgrad.errors import OptionError, OptionTypeError, UnsupportedParameterError, unsupported
 from shardgrad.policies import GradientPolicy, ParamDtypes, SleepPolicy
+from shardgrad.sharding.offload import ShardMemory
 from shardgrad.sharding.param_sharding import ParamSharding
 from shardgrad.sharding.shardable import DTYPES, travels_as_bytes
 from shardgrad.sharding.zero_stage import Stage
@@ -30,14 +31,16 @@ _KNOWN = {
 }
 _KNOWN |= {"pin_memory"}  # of CPUOffloadPolicy
 
+_COLLECTIVES = 'comm="collectives"'
+
 
 def refuse_wrong_types(
-    mp_policy: Any, offload_policy: Any, gradient_policy: Any, ignored: Collection[Any]
+    mp_policy: Any, offload_policy: Any, gradient_policy: Any, ignored: Collection[Any], comm: Any
 ) -> None:
-    """Checks the types of the policies, their dtypes, and the elements of `ignored_params`.
+    """Checks the types of the policies, their dtypes, the elements of `ignored_params`, and `comm`.
 
     Raises:
-        OptionError: `mp_policy` is not a policy.
+        OptionError: `mp_policy` is not a policy, or `comm` not one of its values.
         UnsupportedError: the offload policy is unknown, or a policy's field from a later torch is
             not at its default.
         OptionTypeError: a dtype is not one that gradients can have, the gradient policy is not a
@@ -92,6 +95,13 @@ def refuse_wrong_types(
             got=repr(odd[0]),
             fix="ignored_params=set(module.parameters()) of the modules to leave out",
         )
+    if comm not in ("collectives", "symmetric_memory"):
+        raise OptionError(
+            f"comm={comm!r} does not exist",
+            expected='"collectives" or "symmetric_memory"',
+            got=repr(comm),
+            fix=_COLLECTIVES,
+        )
 
 
 def refuse_combinations(
@@ -100,16 +110,26 @@ def refuse_combinations(
     dtypes: Mapping[nn.Parameter, ParamDtypes],
     reshard_after_forward: bool | int | None,
     stage: Stage,
+    comm: str,
+    memory: ShardMemory,
 ) -> None:
-    """Refuses parameters that another argument of the call does not support.
+    """Refuses parameters and policies that another argument of the call does not support.
 
     Raises:
-        UnsupportedError: the ZeRO stage or a reshard to fewer ranks does not support a parameter.
+        UnsupportedError: the ZeRO stage or a reshard to fewer ranks does not support a parameter,
+            or symmetric memory does not support it, or shards on the host.
         UnsupportedParameterError: a float8 parameter would be cast.
     """
+    through_windows = comm == "symmetric_memory"
+    if through_windows and memory.is_offloaded:
+        raise unsupported(f"CPUOffloadPolicy with comm={comm!r}", instead=_COLLECTIVES)
     is_int = isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool)
     for param, sharding in shardings.items():
         name = names[param]
+        if through_windows and is_extension(param):
+            raise unsupported(
+                f"comm={comm!r} for {name}, which has fsdp_pre_all_gather", instead=_COLLECTIVES
+            )
         if stage.over_both_axes and (sharding.dim or sharding.data_mesh.levels is None):
             what = f"dim {sharding.dim}" if sharding.dim else "a separate mesh"
             raise unsupported(

@@ -29,9 +29,10 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import cached_property
 from itertools import compress, repeat
 from operator import attrgetter, is_, ne
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -194,17 +195,11 @@ class AllGather:
         chunk: this rank's part, 1-D, with room for the tag at its end; sent in `dtype`.
         layout: of the parameters that are in the chunks.
         process_group: the ranks that gather; by default those of the mesh.
-        table: tells `ops.unpack` how to read the gathered chunks.
+        in_place: parameters are gathered where they are read; see `write_into`.
         zero_copy: the messages of parameters that are not in the chunks.
         transport, ring: where messages are sent and staged.
-        sizes: the pieces that an all-gather takes from a slot: the chunks (none if the shard is
-            read in place), then those that `stage` needs.
         ready: recorded when `chunk` was last filled; None if the program or an optimizer fills it.
-        supports_zero_copy: True if `chunk` may be the memory where the parameters live, so that
-            they can be gathered from it one by one.
     """
-
-    supports_zero_copy: ClassVar[bool] = True
 
     chunk: torch.Tensor
     layout: ShardLayout
@@ -216,15 +211,46 @@ class AllGather:
     process_group: dist.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
-        self.table = self.layout.table
         self.zero_copy: list[GatherMessage] = []
         self.streams = self.comm_ctx.streams
-        group = self.process_group or self.mesh.gather_group
-        self.transport, self.ring = self.collectives.for_gather(self.comm_ctx, group)
-        chunks = self.transport.gather_chunks
-        self.sizes: list[PieceSize] = [(self.dtype, chunks, self.chunk.numel())]
+        self.transport, self.ring = self.collectives.for_gather(
+            self.comm_ctx, self.process_group or self.mesh.gather_group
+        )
+        self.in_place = bool(self.layout.zero_copy) and self.ring is self.comm_ctx.gather_ring
         self.ready: StreamEvent | None = None
         self._works: list[Work] = []
+        self._cast: list[torch.Tensor] = []
+
+    @cached_property
+    def table(self) -> torch.Tensor:
+        """Tells `ops.unpack` how to read the gathered chunks."""
+        return self.layout.table
+
+    @cached_property
+    def sizes(self) -> list[PieceSize]:
+        """The pieces that an all-gather takes from a slot: the chunks (none if the shard is read in
+        place), then those that `stage` needs.
+        """
+        return [(self.dtype, self.transport.gather_chunks, self.chunk.numel())]
+
+    def write_into(self, unsharded: torch.Tensor, params: Sequence[FSDPParam]) -> None:
+        """Makes the flat unsharded buffer what is written to in place.
+
+        Here it gets zero-copy parameters ([Note: Zero-copy parameters] in
+        `sharding/zero_copy.py`), each by a message with its name. This rank's part is sent from
+        there if it has to be cast.
+        """
+        layout, rank = self.layout, self.transport.rank
+        pieces = layout.local_views(self.chunk, rank)
+        places = layout.whole.local_views(unsharded, 0)
+        for i in layout.zero_copy:
+            sent, place = pieces[i].view(-1), Chunks(places[i].view(-1), layout.world_size)
+            if sent.dtype != self.dtype:
+                self._cast.append(sent)
+                sent = place.part(rank)
+            tag = MessageTag(f"all-gather of {params[i].name}")
+            self.zero_copy.append((sent, place, tag))
+        self.chunk, self.layout = self.chunk[layout.packed_offset :], layout.packed
 
     def stage(self, staging: Chunks, *others: Chunks) -> torch.Tensor:
         """Returns the chunk to send.
@@ -244,38 +270,32 @@ class AllGather:
         """Starts an all-gather for the unit `name`, whose parameters have the given `version`.
 
         `finish` is called when another all-gather needs the slot; it must `wait` and `release`.
-        Zero-copy parameters are gathered into memory that the gather stream may write.
+        What is gathered in place needs memory that the gather stream may write.
 
         Streams: copies and the collective run on the gather stream, after the parameters were last
         written. Capture: safe once slots have grown.
         """
-        transport, stream = self.transport, self.streams.gather
+        stream = self.streams.gather
         with span("all_gather", name), self.streams.on(stream):
             # The optimizer has written the shards on the stream of the forward.
             self.comm_ctx.parameters_ready.wait(stream)
             if self.ready is not None:
                 self.ready.wait(stream)
-            # The slot is free once the last copy-out has read it, on whichever stream that runs.
-            slot, (staging, *others) = self.ring.take(self.sizes, stream)
-            self._slot, slot.finish = slot, finish
-            sent = self.stage(staging, *others)
-            self._gathered = staging.whole if transport.gather_chunks else sent
-            messages = [(sent, staging, self.tag), *self.zero_copy]
-            if self.zero_copy and self.chunk.dtype != self.dtype:
-                messages[1:] = self._cast_into_place()
-            # Zero-copy parameters are gathered in place. NCCL runs all messages as one launch.
             self._works = []
-            self._works = transport.all_gathers(messages)
-            slot.ready.record(stream)
+            self._gathered = self.start(finish)
+            self._slot.ready.record(stream)
 
-    def _cast_into_place(self) -> list[GatherMessage]:
-        """Casts this rank's own pieces of zero-copy parameters into their places, on the current
-        stream, and returns the messages that send them from there.
-        """
-        pieces, places, tags = zip(*self.zero_copy, strict=True)
-        own = [chunks.part(self.transport.rank) for chunks in places]
-        torch._foreach_copy_(own, pieces)
-        return list(zip(own, places, tags, strict=True))
+    def start(self, finish: Callable[[], None]) -> torch.Tensor:
+        """Stages and sends, on the gather stream, which is current. Returns what `wait` returns."""
+        # The slot is free once the last copy-out has read it, on whichever stream that runs.
+        slot, (staging, *others) = self.ring.take(self.sizes, self.streams.gather)
+        self._slot, slot.finish = slot, finish
+        sent = self.stage(staging, *others)
+        if self._cast:
+            torch._foreach_copy_([own for own, *_ in self.zero_copy], self._cast)
+        # NCCL runs all messages as one launch.
+        self._works = self.transport.all_gathers([(sent, staging, self.tag), *self.zero_copy])
+        return staging.whole if self.transport.gather_chunks else sent
 
     def wait(self, stream: Stream) -> torch.Tensor:
         """Ends the collective. Returns the chunks of all ranks side by side, in rank order (1-D).
@@ -324,9 +344,8 @@ class UnshardedParams(RecurringMemory):
                 mark(p.unsharded, p)
 
     def fill(self, gathered: torch.Tensor, gather: AllGather) -> None:
-        """Copies the parameters out of the gathered chunks (1-D, all ranks side by side).
-
-        Zero-copy parameters are in place already.
+        """Copies the parameters out of the gathered chunks (1-D, all ranks side by side), unless
+        they are in place.
 
         Streams: on the current one.
         """
@@ -362,7 +381,7 @@ class GroupSpec:
     gradient_policy: GradientPolicy
     shard_memory: ShardMemory
     stage: Stage
-    all_gather: type[AllGather] = AllGather
+    all_gather: Callable[..., AllGather] = AllGather
     second_step: SecondStep | None = None
     mesh_after_forward: DataParallelMesh | None = None
 
@@ -534,9 +553,10 @@ class ParamGroup:
     def layout_of(self, params: Sequence[FSDPParam], *, with_flags: bool) -> ShardLayout:
         """Returns the layout of `params`; `with_flags` reserves one element each at the end."""
         shardings = [p.sharding for p in params]
-        # See [Note: Zero-copy parameters] in `sharding/zero_copy.py`.
-        supports_zero_copy = self.spec.all_gather.supports_zero_copy
-        may_be_apart = self.is_flat and supports_zero_copy and not self._holds_bytes
+        # See [Note: Zero-copy parameters] in `sharding/zero_copy.py`. The shard has to be what is
+        # sent.
+        is_other = self._holds_bytes or self.shard_memory.is_offloaded or self.mesh.levels
+        may_be_apart = self.is_flat and not is_other
         return ShardLayout.of(
             [
                 stored_shape(s.shape, self.dtype) if self._holds_bytes else s.shape
@@ -698,9 +718,8 @@ class ParamGroup:
         gather = self.gather
         if gather is None or gather.comm_ctx is not comm_ctx:
             gather = self.gather = self._make_gather(comm_ctx)
-        if gather.zero_copy:
-            # Zero-copy parameters need unsharded memory before the all-gather, not only at the
-            # copy-out.
+        if gather.in_place:
+            # The unsharded memory is needed before the all-gather, not only at the copy-out.
             streams = comm_ctx.streams
             self._unsharded_params(streams).allocate()
             streams.order(streams.current(), streams.gather)
@@ -708,33 +727,21 @@ class ParamGroup:
         return gather
 
     def _make_gather(self, comm_ctx: CommContext) -> AllGather:
-        """Returns the all-gather of the shard, apart from its zero-copy parameters."""
-        layout, chunk, zero_copy = self.layout, self.shard, []
-        _, ring = self.collectives.for_gather(comm_ctx, self.mesh.gather_group)
-        if layout.zero_copy and ring is comm_ctx.gather_ring:
+        """Returns the all-gather of the shard."""
+        gather = self.spec.all_gather(
+            self.shard,
+            self.layout,
+            self.mesh,
+            self.gather_dtype,
+            self._gather_tag,
+            comm_ctx,
+            self.collectives,
+        )
+        if gather.in_place:
             unsharded = self._unsharded_params(comm_ctx.streams)
             unsharded.allocate()  # the views need memory
-            zero_copy = self._zero_copy_messages(unsharded.flat)
-            skipped = layout.packed_offset
-            chunk = self.shard.narrow(0, skipped, layout.chunk_numel - skipped)
-            layout = layout.packed
-        dtype, tag, collectives = self.gather_dtype, self._gather_tag, self.collectives
-        gather = self.spec.all_gather(chunk, layout, self.mesh, dtype, tag, comm_ctx, collectives)
-        gather.zero_copy = zero_copy
+            gather.write_into(unsharded.flat, self.params)
         return gather
-
-    def _zero_copy_messages(self, unsharded: torch.Tensor) -> list[GatherMessage]:
-        """Returns the messages from the shard into the zero-copy parameters of the unsharded
-        buffer; see `sharding/zero_copy.py`.
-        """
-        messages = []
-        for i in self.layout.zero_copy:
-            p = self.layout.pieces[i]
-            piece = self.shard.narrow(0, p.shard_offset, p.shard_numel)
-            whole = unsharded.narrow(0, p.unsharded_offset, p.numel)
-            tag = MessageTag(f"all-gather of {self.params[i].name}")
-            messages.append((piece, Chunks(whole, self.layout.world_size), tag))
-        return messages
 
     def wait_for_unshard(self) -> None:
         """Ends the all-gather and registers the unsharded parameters.
@@ -790,7 +797,7 @@ class ParamGroup:
             # The program may write the shard next, which the all-gather reads.
             gather.wait(gather.streams.current())
             gather.release(gather.streams.gather)
-            if gather.zero_copy:
+            if gather.in_place:
                 self._free()
 
     # -- reshard

@@ -38,7 +38,6 @@ class HfsdpGather(AllGather):
     is then the inner shard.
     """
 
-    supports_zero_copy = False
     _outer_gather: ClassVar[type[AllGather]] = AllGather
 
     def __post_init__(self) -> None:

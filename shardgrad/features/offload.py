@@ -11,8 +11,6 @@ from shardgrad.engine.param_group import AllGather
 class OffloadedGather(AllGather):
     """A shard in host memory, copied to the device for each all-gather, and cast there."""
 
-    supports_zero_copy = False
-
     def __post_init__(self) -> None:
         super().__post_init__()
         dtype, chunk = self.dtype, self.chunk

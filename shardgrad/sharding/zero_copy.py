@@ -11,8 +11,8 @@ on its outermost dim, its pieces in rank order *are* the parameter:
 Shapes, dtypes, settings and the mesh decide which parameters are zero-copy, so every rank decides
 alike, as it does about the sizes and the order of messages. The packed message, which has the
 touched flags, comes first, then one message for each zero-copy parameter. The packed message also
-takes parameters whose `AllGather` does not support zero-copy, and gradients that are divided before
-they are sent or sent in another dtype. Gradients that were summed on this rank are copied, but sent
+takes parameters whose shard is not what is sent, and gradients that are divided before they are
+sent or sent in another dtype. Gradients that were summed on this rank are copied, but sent
 as messages of their own.
 """
 

@@ -59,7 +59,7 @@ def test_each_method_of_torchs_module_is_overridden_and_takes_as_much(name: str)
 @pytest.mark.parametrize(
     ("name", "more"),
     [
-        ("fully_shard", {"gradient_policy", "zero_stage"}),
+        ("fully_shard", {"gradient_policy", "zero_stage", "comm"}),
         ("register_fsdp_forward_method", set()),
     ],
 )

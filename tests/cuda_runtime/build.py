@@ -58,10 +58,12 @@ LIBRARIES = (
                 "graphs",
                 "kernels",
                 "inspect",
+                "symmetric",
             )
         ),
     ),
     Library("libcuda.so.1", "cu13", r"cu[A-Z](?!File)", 801, ("driver.cpp",)),
+    Library("libnvidia-ml.so.1", "cu13", r"nvml[A-Z]", 3, ("nvml.cpp",)),
     Library("libcublas.so.13", "cu13", r"cublas(?!Lt)", None, ("cublas.cpp",)),
     Library("libcublasLt.so.13", "cu13", r"cublasLt", 15, ("cublas.cpp",)),
     Library("libcudnn.so.9", "cudnn", r"cudnn", 3000),
@@ -197,7 +199,7 @@ def imported(folder: Path) -> dict[str, str]:
 
 def _defined(source: Path) -> set[str]:
     text = source.read_text()
-    names = re.findall(r"\b((?:__)?(?:cu|nccl)\w+) ?\(", text)
+    names = re.findall(r"\b((?:__)?(?:cu|nccl|nvml)\w+) ?\(", text)
     return {*names, *re.findall(r"REFUSED\((\w+)", text)}
 
 

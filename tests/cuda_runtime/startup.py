@@ -19,6 +19,8 @@ KERNELS = Path(sys.prefix, "hostcuda/kernels/kernels.so")  # the same, compiled 
 os.environ.setdefault("HOSTCUDA_DEVICES", "1")
 # Cores are for ranks, and a blocked sum in another order has other bits.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Ranks may share a device, as under NCCL here.
+os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
 # That every kernel is overridden is the point, and torch warns of it.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
@@ -47,6 +49,8 @@ def prepare(torch: Any) -> None:
     """Takes over operators, unless HOSTCUDA_VALUES is 0."""
     if torch.version.cuda is None:
         return
+    libraries = Path(torch.__file__).parents[1] / "nvidia/cu13/lib"
+    ctypes.CDLL(str(libraries / "libnvidia-ml.so.1"))  # which programs look for by name
     torch.backends.cudnn.enabled = False  # there is none here
     torch.backends.cuda.enable_cudnn_sdp(False)
     set_values = _values(torch) if os.environ.get("HOSTCUDA_VALUES") != "0" else None

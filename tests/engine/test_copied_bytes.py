@@ -5,6 +5,7 @@ FSDP2's.
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -14,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardgrad.sharding import zero_copy
 from shardgrad.sharding.layout import ALIGNMENT_NBYTES, TAG_NUMEL
 from tests.support.parity import FSDP2, SHARDGRAD, Engine, stack
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
+from tests.support.stand_ins.symmetric_memory import symmetric_memory_on_the_cpu
 
 GATHER_IN, GATHER_OUT, REDUCE_IN = "into all-gathers", "out of all-gathers", "into reduce-scatters"
 TAGS = "tags of messages"
@@ -47,8 +49,8 @@ class Copies(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def copies_of_a_step(engine: Engine, sizes: tuple[int, ...]) -> Counter[str]:
-    model = engine.shard_stack(stack(*sizes))
+def copies_of_a_step(engine: Engine, sizes: tuple[int, ...], **options: Any) -> Counter[str]:
+    model = engine.shard_stack(stack(*sizes), **options)
     for step in range(2):
         with Copies() as copies:
             model(engine.inputs(step, sizes[0])).sum().backward()
@@ -91,3 +93,15 @@ def test_a_direct_parameter_is_copied_neither_out_of_an_all_gather_nor_into_a_re
     assert ours[REDUCE_IN] <= biases + lines
     assert ours[GATHER_OUT] <= 2 * biases + lines  # in forward and in backward
     assert ours[GATHER_IN] <= theirs[GATHER_IN]
+
+
+@on_ranks(2)
+def test_what_other_ranks_have_is_copied_once_into_its_place() -> None:
+    with symmetric_memory_on_the_cpu():
+        ours = copies_of_a_step(SHARDGRAD, SIZES, comm="symmetric_memory")
+    numels = [(columns + 1) * rows for columns, rows in pairwise(SIZES)]
+    # In forward and in backward, where the last unit is still there: half into a window, and all
+    # into its place.
+    least = 3 * (2 * sum(numels) - numels[-1]) // 2 * torch.float32.itemsize
+    assert least <= ours[GATHER_IN] <= least + 2 * 5 * ALIGNMENT_NBYTES
+    assert ours[GATHER_OUT] == 0

@@ -254,6 +254,15 @@ def a_stage_that_is_not() -> None:
 
 
 @mistake(
+    typed='`comm="nvlink"`',
+    says="OptionError: comm='nvlink' does not exist",
+    cure='comm="collectives"',
+)
+def a_way_that_is_not() -> None:
+    fully_shard(net(), comm="nvlink")
+
+
+@mistake(
     typed="`zero_stage=2, reshard_after_forward=True`",
     says="OptionError: zero_stage=2 keeps parameters unsharded, which contradicts"
     " reshard_after_forward",

@@ -9,10 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 from shardgrad.sharding import zero_copy
@@ -21,7 +19,6 @@ from tests.support.parity import (
     Engine,
     Tensors,
     as_under_fsdp2,
-    assert_same_bits,
     stack,
     watching_collectives,
 )
@@ -69,23 +66,6 @@ def test_gradients_that_share_memory_are_only_read(engine: Engine) -> Tensors:
             out.register_hook(kept.append)
             out.square().sum().backward()
         return {**engine.snapshot(model), **{f"kept {i}": grad for i, grad in enumerate(kept)}}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@on_ranks(2)
-def test_what_travels_by_itself_has_the_bits_of_what_is_packed(dtype: torch.dtype) -> None:
-    """Gradients in float16 are divided before the message, so they cannot be sent as they are."""
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
-
-    def gradients() -> Tensors:
-        model = sharded_stack(SHARDGRAD, mp_policy=policy)
-        for step in range(2):
-            model(SHARDGRAD.inputs(step, SIZES[0])).square().sum().backward()
-        return SHARDGRAD.snapshot(model)
-
-    packed = gradients()
-    with weights_direct():
-        assert_same_bits(gradients(), packed)
 
 
 # -- messages

@@ -56,7 +56,8 @@ HOSTCUDA bool is_pinned(const void* pointer);
 // Addresses of a device, and the memory behind them, which comes and goes.
 HOSTCUDA void* reserve_addresses(size_t size, int device);
 HOSTCUDA void free_addresses(void* pointer, size_t size, int device);
-HOSTCUDA cudaError_t map_memory(void* pointer, size_t size, int device);
+// `fd`: of a file that is the memory, which other processes may map too; -1 for the device's own.
+HOSTCUDA cudaError_t map_memory(void* pointer, size_t size, int device, int fd = -1);
 HOSTCUDA cudaError_t unmap_memory(void* pointer, size_t size);
 
 // Of torch's caching allocator, which calls no function of CUDA's: memory was freed, memory was

@@ -121,6 +121,9 @@ cudaError_t launch(
   if (const HostKernel* kernel = host_kernel(found->second)) {
     work.start = with_arguments(*kernel, found->second, args, grid, block);
     work.computes = true;
+  } else if (is_barrier(found->second)) {
+    work.start = barrier_of(args, &work.in_line);
+    work.computes = true;
   }
   return give(api, s, std::move(work));
 }

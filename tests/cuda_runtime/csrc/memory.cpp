@@ -138,11 +138,18 @@ void free_addresses(void* pointer, size_t size, int device) {
   give_range(state().devices[device], uintptr_t(pointer), size);
 }
 
-cudaError_t map_memory(void* pointer, size_t size, int device) {
+// What the runtime sees at a device's addresses is the memory in a file from now on.
+static void show(const void* pointer, size_t size, int fd, size_t offset) {
+  const int flags = MAP_SHARED | MAP_NORESERVE | MAP_FIXED;
+  if (mmap(on_host(pointer), size, PROT_READ | PROT_WRITE, flags, fd, offset) == MAP_FAILED) abort();
+}
+
+cudaError_t map_memory(void* pointer, size_t size, int device, int fd) {
   std::lock_guard<std::recursive_mutex> lock(state().mutex);
   Device& d = state().devices[device];
   if (d.used + size > d.total) return fail("cuMemMap", cudaErrorMemoryAllocation);
   if (is_allocated(pointer)) return fail("cuMemMap", cudaErrorInvalidValue, "mapped already");
+  if (fd >= 0) show(pointer, size, fd, 0);
   state().allocations[uintptr_t(pointer)] = {size, device};
   return d.used += size, cudaSuccess;
 }
@@ -153,6 +160,7 @@ cudaError_t unmap_memory(void* pointer, size_t size) {
   if (it == state().allocations.end() || it->second.first != size)
     return fail("cuMemUnmap", cudaErrorInvalidValue, "not mapped");
   Device& d = state().devices[it->second.second];
+  show(pointer, size, d.fd, uintptr_t(pointer) - d.base);
   fallocate(d.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, uintptr_t(pointer) - d.base, size);
   state().allocations.erase(it);
   return d.used -= size, cudaSuccess;

@@ -232,6 +232,13 @@ cudaError_t unsafe(const char* api);
 cudaError_t legacy_use(const char* api, Stream* stream);
 cudaError_t device_wide(const char* api, int device);
 
+// -- torch's symmetric memory (symmetric.cpp)
+// ------------------------------------------------------------------------------
+
+bool is_barrier(const char* kernel);
+// What its launch starts; all barriers of the line run in the order of their launches.
+std::function<Body()> barrier_of(void** args, const void** line);
+
 // -- memory (memory.cpp)
 // --------------------------------------------------------------------------------------
 

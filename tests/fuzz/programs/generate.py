@@ -84,7 +84,10 @@ def program_of(seed: int, world: str = "") -> Program:
     if program.on_device:
         program = _on_streams(random.Random(f"streams {seed}"), program)
     program = replace(program, ops=_ops(rng, late, program))
-    return _with_what_is_rare(random.Random(f"rare {seed}"), program)
+    program = _with_what_is_rare(random.Random(f"rare {seed}"), program)
+    has_windows = program.device != "sim" and not program.sharding.offload
+    windows = has_windows and _often(random.Random(f"windows {seed}"), 0.15)
+    return replace(program, sharding=replace(program.sharding, windows=windows))
 
 
 def _with_what_is_rare(rng: random.Random, program: Program) -> Program:

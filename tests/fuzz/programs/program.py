@@ -93,6 +93,7 @@ class Sharding:
         gradients: "", or what `GradientPolicy` sets: "persistent", "decoupled".
         offload: `CPUOffloadPolicy`; "blocks": not for the root's unit.
         zero_copy: parameters travel by themselves, however small they are.
+        windows: they are gathered by symmetric memory; over gloo by a stand-in for it.
         prefetch: "", "forward", "backward", "both": explicit prefetching of the block after next.
         reductions: `set_reduce_scatter_max_input_buffers`; 0 leaves it.
         divide: `set_gradient_divide_factor`; 0 leaves it.
@@ -108,6 +109,7 @@ class Sharding:
     gradients: str = ""
     offload: bool | str = False
     zero_copy: bool = False
+    windows: bool = False
     prefetch: str = ""
     reductions: int = 0
     divide: float = 0.0

@@ -91,6 +91,7 @@ class Sharded(Script):
             "mesh": _mesh(self._device, sharding.mesh, self.program.ranks),
             "reshard_after_forward": sharding.reshard,
             "zero_stage": sharding.stage,
+            "comm": "symmetric_memory" if sharding.windows else "collectives",
         }
         if sharding.param_dtype or sharding.reduce_dtype:
             options["mp_policy"] = MixedPrecisionPolicy(
@@ -383,7 +384,7 @@ class OfFSDP2(Sharded):
     """A model that FSDP2 shards."""
 
     def fully_shard(self, unit: Any, **options: Any) -> None:
-        del options["zero_stage"]
+        del options["zero_stage"], options["comm"]
         fsdp.fully_shard(unit, **options)
 
 

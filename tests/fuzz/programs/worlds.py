@@ -20,11 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.workers import SHARED_DEVICE
+from shardgrad.engine.tracing import NOTHING
 from tests.fuzz.programs import defects
 from tests.fuzz.programs.compare import Difference, Outcome, run
 from tests.fuzz.programs.program import Program
 from tests.fuzz.programs.sharded import noting_warnings, zero_copy_as_in
 from tests.support.ranks import RankError, Ranks
+from tests.support.stand_ins.symmetric_memory import symmetric_memory_on_the_cpu
 
 COLLECTIVE_TIMEOUT_S = 10.0  # a rank that waits so long for another has found a hang
 LIMIT_S = 4 * COLLECTIVE_TIMEOUT_S
@@ -95,7 +97,8 @@ def _hung(error: RankError) -> Outcome:
 @contextmanager
 def prepared(program: Program, defect: str = "") -> Iterator[None]:
     """The engine as a program, and perhaps a defect, want it."""
-    with noting_warnings(), defects.put_back(defect), zero_copy_as_in(program):
+    memory = NOTHING if program.on_device else symmetric_memory_on_the_cpu()
+    with noting_warnings(), defects.put_back(defect), zero_copy_as_in(program), memory:
         yield
 
 
