@@ -49,8 +49,9 @@ def prepare(torch: Any) -> None:
     """Takes over operators, unless HOSTCUDA_VALUES is 0."""
     if torch.version.cuda is None:
         return
-    libraries = Path(torch.__file__).parents[1] / "nvidia/cu13/lib"
-    ctypes.CDLL(str(libraries / "libnvidia-ml.so.1"))  # which programs look for by name
+    nvml = Path(torch.__file__).parents[1] / "nvidia/cu13/lib/libnvidia-ml.so.1"
+    if nvml.exists():
+        ctypes.CDLL(str(nvml))  # programs look for it by name
     torch.backends.cudnn.enabled = False  # there is none here
     torch.backends.cuda.enable_cudnn_sdp(False)
     set_values = _values(torch) if os.environ.get("HOSTCUDA_VALUES") != "0" else None
