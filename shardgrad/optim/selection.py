@@ -110,7 +110,7 @@ def select(params: Iterable[torch.Tensor]) -> Gradients:
     """
     by_group: dict[ParamGroup, dict[FSDPParam, None]] = {}
     plain = []
-    for param in dict.fromkeys(params):
+    for param in params:
         # After an evaluation, unsharded parameters may still be registered.
         managed = fsdp_param_of(param)
         if managed is not None:

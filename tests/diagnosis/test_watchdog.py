@@ -136,6 +136,21 @@ def test_what_a_rank_has_not_told_again_does_not_count() -> None:
         assert list(watchdog._statuses(own)[0]) == [0]
 
 
+def test_what_was_read_once_is_not_said_and_what_was_read_twice_is_said_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, other = Diagnosis("one", ""), Diagnosis("another", "")
+    said = mock.Mock()
+    reads = mock.Mock(side_effect=[one, other, None, other, one, one, one])
+    monkeypatch.setattr(module, "_warn_or_give_up", said)
+    monkeypatch.setattr(module, "diagnose", reads)
+    watchdog = Watchdog(dist.HashStore(), 0, 2)
+    watchdog.period_s = 0.0
+    with pytest.raises(StopIteration):  # there is no eighth
+        watchdog._watch_stall(recorder.progress_s)
+    assert [call.args[0] for call in said.call_args_list] == [one]
+
+
 def with_a_watch(program: Callable[[], object], stall_s: float) -> tuple[object, list[str]]:
     """Returns what a program returns, and what the watchdog has warned of meanwhile."""
     said: list[str] = []
@@ -156,11 +171,14 @@ def with_a_watch(program: Callable[[], object], stall_s: float) -> tuple[object,
 
 
 def steps_with_a_late_rank() -> None:
+    # Of a collective that was done before the verdict on it came.
+    recorder.verdict = Entry(1, "an earlier one", (0, 1)), RuntimeError("it cannot complete")
     model = SHARDGRAD.shard_tower(tower())
     for step in range(2):
         token_loss(model, SHARDGRAD.tokens(step)).backward()
         time.sleep(2.5 * (dist.get_rank() == step))
     token_loss(model, SHARDGRAD.tokens(2)).backward()
+    recorder.verdict = None
 
 
 def test_of_a_rank_that_is_late_nothing_is_said(two_ranks: Ranks) -> None:

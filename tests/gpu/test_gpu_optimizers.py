@@ -7,12 +7,14 @@ On a machine with a GPU: `make test ARGS="tests/gpu"`; without one `make test-cu
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import shardgrad
+from shardgrad.optim import muon
 from tests.support.graphed import (
     Graphed,
     Values,
@@ -54,6 +56,25 @@ def test_muon_trains_on_a_device_as_on_the_cpu() -> None:
     # Newton-Schulz multiplies in bfloat16: its step of 1e-2 is right to some parts in a hundred.
     for ours, right in zip(sharded.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.to_local().cpu(), right, rtol=1e-2, atol=5e-4)
+
+
+@mock.patch.object(muon, "_MOST_PLANS", 1)
+@same_bits_as_eager
+def test_graphs_keep_what_muon_has_planned_for_their_matrices(graph: Graphed) -> Values:
+    model = on_one_gpu(layers())
+    optim = shardgrad.optim.Muon(model.parameters(), lr=1e-2)
+
+    @graph(model, optim)
+    def step(x: torch.Tensor, without: bool) -> None:
+        model(x).square().mean().backward()
+        model[without].weight.grad = None
+        optim.step()
+        optim.zero_grad()
+
+    for number in range(10):
+        step(batch(number).to(DEVICE), 4 < number < 8)
+    require_replays(step, 2, 6)
+    yield model
 
 
 @pytest.mark.parametrize("decoupled", [False, True], ids=["grad", "decoupled_grad"])

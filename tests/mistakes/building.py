@@ -85,15 +85,6 @@ def parameters_for_a_module() -> None:
 
 
 @mistake(
-    typed="`fully_shard([])`",
-    says="OptionError: fully_shard expects a module or a non-empty list of modules",
-    cure="fully_shard(model)",
-)
-def an_empty_list() -> None:
-    fully_shard([])
-
-
-@mistake(
     typed="`fully_shard(DDP(model))`",
     says="EngineError: the module already belongs to DistributedDataParallel",
     cure="fully_shard(ddp.module), and call ddp.module; or remove DDP",
@@ -214,15 +205,6 @@ def a_dtype_as_text() -> None:
 )
 def offload_of_fsdp1() -> None:
     fully_shard(net(), offload_policy=fsdp.CPUOffload(offload_params=True))
-
-
-@mistake(
-    typed="`offload_policy=True`",
-    says="UnsupportedError: shardgrad does not yet support bool",
-    cure="offload_policy=CPUOffloadPolicy()",
-)
-def true_for_offload() -> None:
-    fully_shard(net(), offload_policy=True)
 
 
 @mistake(

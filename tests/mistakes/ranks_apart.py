@@ -38,19 +38,6 @@ def a_full_tensor_on_one_rank() -> None:
 
 
 @mistake(
-    typed="`if rank == 0: p.full_tensor()`, then a step",
-    says=f"{APART}rank 0 in full_tensor() at",
-    cure="full_tensor() is a collective: call it on every rank, and use the result on one",
-)
-def a_full_tensor_before_a_step() -> None:
-    model = sharded()
-    backward(model)
-    if first():
-        model.head.weight.full_tensor()
-    backward(model)
-
-
-@mistake(
     typed="`if rank == 0: get_model_state_dict(...)`, then a step",
     says=f"{APART}rank 0 in get_model_state_dict() at",
     cure="get_model_state_dict is a collective: call it on every rank",
@@ -236,16 +223,4 @@ def another_path_on_one_rank() -> None:
     model = sharded()
     backward(model)
     model.blocks = nn.ModuleList(list(model.blocks)[:: 1 if first() else -1])
-    backward(model)
-
-
-@mistake(
-    typed="`print(model.head.weight.norm())` on one rank",
-    says=f"{APART}rank 0 in full_tensor() at",
-    cure="full_tensor() is a collective: call it on every rank, and use the result on one",
-)
-def a_norm_on_one_rank() -> None:
-    model = sharded()
-    if first():
-        print(float(model.head.weight.norm().full_tensor()))
     backward(model)

@@ -56,18 +56,6 @@ def a_late_adapter() -> None:
 
 
 @mistake(
-    typed="a new head, after `fully_shard`",
-    says="UnownedParameterError: no unit owns head.weight, head.bias",
-    cure="shardgrad.fully_shard(model.get_submodule('head'))",
-)
-def a_late_head() -> None:
-    model = sharded()
-    backward(model)
-    model.head = nn.Linear(WIDTH, 2)
-    backward(model)
-
-
-@mistake(
     typed="`modules_to_save`, after `fully_shard`",
     says="UnownedParameterError: no unit owns new_head.default.weight, new_head.default.bias",
     cure="shardgrad.fully_shard(model.get_submodule('new_head.default'))",
@@ -76,17 +64,6 @@ def a_late_copy() -> None:
     model = sharded()
     model.new_head = nn.ModuleDict({"default": nn.Linear(WIDTH, WIDTH)})
     model.head.requires_grad_(False)
-    backward(model)
-
-
-@mistake(
-    typed="a new parameter of a unit, after `fully_shard`",
-    says="UnownedParameterError: no unit owns blocks.0.scale",
-    cure="attach it before fully_shard is called",
-)
-def a_late_parameter() -> None:
-    model = sharded()
-    model.blocks[0].scale = nn.Parameter(torch.ones(WIDTH))
     backward(model)
 
 
@@ -291,18 +268,6 @@ def different_seeds() -> None:
 
 
 @mistake(
-    typed="weights loaded on rank 0 only, before `fully_shard`",
-    says="RankDisagreementError: ranks had different weights when fully_shard sharded them",
-    cure="load weights on every rank",
-)
-def weights_on_one_rank() -> None:
-    model = net()
-    if dist.get_rank() == 0:
-        model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()})
-    backward(sharded(model))
-
-
-@mistake(
     typed="models of different depth",
     says="RankDisagreementError: ranks built different models",
     cure="build the model from the same configuration, in the same order, on every rank",
@@ -323,16 +288,6 @@ def frozen_on_one_rank() -> None:
     model = net()
     model.head.requires_grad_(dist.get_rank() == 0)
     backward(sharded(model))
-
-
-@mistake(
-    typed="`mp_policy` of one rank",
-    says="RankDisagreementError: ranks built different models",
-    cure="build the model from the same configuration, in the same order, on every rank",
-)
-def a_policy_of_one_rank() -> None:
-    dtype = torch.bfloat16 if dist.get_rank() else None
-    backward(fully_shard(net(), mp_policy=shardgrad.MixedPrecisionPolicy(param_dtype=dtype)))
 
 
 @mistake(

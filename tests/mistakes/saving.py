@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 import tempfile
 from pathlib import Path
 
@@ -29,33 +28,12 @@ def a_deep_copy() -> None:
 
 
 @mistake(
-    typed="`copy.deepcopy(model)` for a model with sharded blocks",
-    says="DeepcopyError: FSDP does not support deepcopy",
-    cure="build a second model, shard it the same way, and "
-    "second.load_state_dict(model.state_dict())",
-)
-def a_deep_copy_around_units() -> None:
-    model = net()
-    fully_shard(model.blocks[0])
-    copy.deepcopy(model)
-
-
-@mistake(
     typed="`torch.save(model, path)`",
     says="PickleError: a sharded module cannot be pickled: FSDPNet",
     cure="torch.save(model.state_dict(), a path per rank), or shardgrad.checkpoint.save",
 )
 def saved_as_a_whole() -> None:
     torch.save(sharded(), io.BytesIO())
-
-
-@mistake(
-    typed="`pickle.dumps(model)`",
-    says="PickleError: a sharded module cannot be pickled: FSDPNet",
-    cure="torch.save(model.state_dict(), a path per rank), or shardgrad.checkpoint.save",
-)
-def pickled() -> None:
-    pickle.dumps(sharded())
 
 
 @mistake(

@@ -73,22 +73,20 @@ def test_two_optimizers_over_one_unit_take_the_scale_out_once(bad: int | None) -
         torch.testing.assert_close(p.to_local(), old - 0.1 * q.grad.to_local())
 
 
+@pytest.mark.parametrize("bad", range(3))
 @on_ranks(2)
-def test_a_gradient_of_no_unit_counts_where_the_norm_of_the_units_is_known() -> None:
-    """The norm of the units' gradients is known, and finite; that of a parameter beside them is
-    not.
-    """
-    model, beside, scaler = (
-        build(),
-        nn.Parameter(torch.ones(3)),
-        shardgrad.GradScaler(init_scale=8.0),
-    )
-    optim = shardgrad.optim.SGD([*model.parameters(), beside], lr=0.1)
+def test_an_infinity_that_comes_after_unscale_counts_in_whichever_part_it_is(bad: int) -> None:
+    """The norms of both parts of the unit are known; that of a parameter beside them is not."""
+    model, beside = build(), nn.Parameter(torch.ones(3))
+    params, scaler = [*model.parameters(), beside], shardgrad.GradScaler(init_scale=8.0)
+    optim = shardgrad.optim.SGD(params if bad == 2 else params[:-1], lr=0.1)
     backward(model, scaler)
-    beside.grad = torch.tensor([1.0, math.inf, 1.0])
-    with unchanged([*model.parameters(), beside]):
+    beside.grad = torch.ones(3)
+    with unchanged(params):
         scaler.unscale_(optim)
-        shardgrad.clip_grad_norm_(model, 1.0)
+        params[2 * bad].grad.mul_(math.inf)
+        for part in (model[0], model[2]):
+            shardgrad.clip_grad_norm_(part, 1.0)
         scaler.step(optim)
         scaler.update()
     assert scaler.get_scale() == 4.0

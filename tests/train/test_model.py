@@ -53,6 +53,10 @@ def test_initial_values_do_not_depend_on_the_order_of_filling_nor_on_other_draws
     assert by_parts.state_dict().keys() == together.keys()
     for name, value in by_parts.state_dict().items():
         assert torch.equal(value, together[name]), name
+        if value.ndim == 2:  # those that add to the residual stream are smaller, by its depth
+            adds = name.endswith(("output.weight", "down.weight"))
+            std = 0.02 / (2 * SMALL.layers) ** (adds / 2)
+            assert value.std().item() == pytest.approx(std, rel=0.1), name
 
 
 NAMES = {
