@@ -158,9 +158,9 @@ def fully_shard(
             of_params.gradient_policy,
             memory,
             stage,
-            _all_gather(comm, stage, memory),
-            _second_step(group_mesh, of_params.gradient_policy.wire_dtype),
-            smaller,
+            all_gather=_all_gather(comm, stage, memory),
+            second_step=_second_step(group_mesh, of_params.gradient_policy.wire_dtype),
+            mesh_after_forward=smaller,
         )
         groups.append(_group(params, spec))
     unit = Unit(modules, groups, data_mesh, mp_policy, flag, lazy_init)

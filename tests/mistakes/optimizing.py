@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import nn
 
@@ -174,15 +172,6 @@ def a_negative_norm() -> None:
     model = sharded()
     backward(model)
     shardgrad.clip_grad_norm_(model, -1.0)
-
-
-@mistake(
-    typed="`copy.deepcopy(optim)`",
-    says="DeepcopyError: AdamW cannot be copied or pickled",
-    cure="build a second optimizer and load optimizer.state_dict() into it",
-)
-def a_copied_optimizer() -> None:
-    copy.deepcopy(shardgrad.optim.AdamW(sharded().parameters()))
 
 
 @mistake(

@@ -56,18 +56,6 @@ def a_late_adapter() -> None:
 
 
 @mistake(
-    typed="`modules_to_save`, after `fully_shard`",
-    says="UnownedParameterError: no unit owns new_head.default.weight, new_head.default.bias",
-    cure="shardgrad.fully_shard(model.get_submodule('new_head.default'))",
-)
-def a_late_copy() -> None:
-    model = sharded()
-    model.new_head = nn.ModuleDict({"default": nn.Linear(WIDTH, WIDTH)})
-    model.head.requires_grad_(False)
-    backward(model)
-
-
-@mistake(
     typed="`fully_shard` for each block, and not for the root",
     says="UnownedParameterError: no unit owns embed.weight, embed.bias, head.weight, head.bias",
     cure="shardgrad.fully_shard(model) for the outermost module too, after the inner ones",
