@@ -222,7 +222,7 @@ class GradGroup:
         self.layout = group.layout_of(placed, with_flags=True)
         self._route_made_for: tuple[object, ...] = ()  # the arguments of `_route` that may change
         self._nothing = torch.empty(0, dtype=group.gather_dtype, device=group.mesh.device)
-        self.partial.tensor = None
+        self.partial.tensor = self._nothing
         self.sums = torch.empty(0, dtype=group.reduce_dtype, device=group.mesh.device)
         self._sums_used: StreamEvent | None = None  # None before the first sum
         self.summed: tuple[bool, ...] = ()
@@ -306,14 +306,14 @@ class GradGroup:
         found: dict[str, torch.Tensor] = {}
         if self.summed:
             found["sum of unreduced gradients"] = self.sums
-        if self.partial.tensor is not None and self.partial.is_live:
+        if self.partial.is_live:
             found["partial sum of gradients"] = self.partial.tensor
         return found
 
     def known_to_graph(self) -> object:
         """Returns the objects whose memory a graph may use, for the graph to keep alive."""
         tails = self.scheduler and self.scheduler.comm_ctx.tails
-        return self.shard, self.layout, self.sums, tails
+        return self.shard, self.layout, self.sums, self.partial.tensor, tails
 
     # -- collecting
 

@@ -122,11 +122,11 @@ class PartialSum:
     """Reduce-scattered gradients of earlier micro-batches that wait for a second step.
 
     Attributes:
-        tensor: in the reduce dtype; None before the first use.
+        tensor: in the reduce dtype; empty before the first use.
         is_live: gradients wait in it.
     """
 
-    tensor: torch.Tensor | None = None
+    tensor: torch.Tensor = _NOTHING
     is_live: bool = False
 
 
@@ -163,7 +163,7 @@ class Reduction:
         if second is None:
             return
         if self.shard is None or partial.is_live:
-            if partial.tensor is None:
+            if not partial.tensor.numel():
                 partial.tensor = torch.empty_like(self.own)
             self._sum(partial.tensor, accumulate=partial.is_live)
             partial.is_live, self.works = self.shard is None, []

@@ -47,8 +47,11 @@ class Capturable:
 
     is_guarded = False
 
-    def begin_call(self) -> None:
-        """Called at the beginning of every call, on the caller's stream, after earlier calls."""
+    def begin_call(self) -> str | None:
+        """Called at the beginning of every call, on the caller's stream, after earlier calls.
+
+        If it returns a reason, earlier eager calls prepare no capture any more.
+        """
 
     def at_eager_border(self) -> None:
         """Called in an eager call wherever a graph of the step would end: at eager regions and at

@@ -43,6 +43,7 @@ _GRAD = attrgetter("grad")
 _CONTEXT = attrgetter("context")
 _GRAD_SHARD = attrgetter("shard")
 _MEMORY = attrgetter("memory")
+_WAITING = attrgetter("sums", "partial.tensor")
 _END = (object(),)
 
 
@@ -66,7 +67,6 @@ class ModuleState(Capturable):
         # `requires_grad` of `_trainable` at the beginning of this call, and at the latest border.
         self._trains: tuple[bool, ...] = ()
         self._trains_now: tuple[bool, ...] = ()
-        self._is_placed = False  # True if `_trains` is as in the call before
         self._collect()
 
     def _collect(self) -> None:
@@ -154,6 +154,8 @@ class ModuleState(Capturable):
             bound = () if are_absent else tuple([tuple(shard.settle()) for shard in shards])
             # A shard without memory has neither live flags nor a verdict.
             memory = [s.memory is not GradMemory.NONE and _memory_of(s) for s in shards]
+            # Gradients that wait get other memory when parameters get other places.
+            waiting = chain.from_iterable(map(_WAITING, self._grad_groups))
             return (
                 ("modules", self._modules),
                 ("replaced parameters", self._generations),
@@ -161,6 +163,7 @@ class ModuleState(Capturable):
                 ("addresses", tuple(map(torch.Tensor.data_ptr, self._addressed))),
                 ("gradients", tuple(grads), bound),
                 ("memory of gradients", tuple(memory)),
+                ("memory of sums", tuple(map(torch.Tensor.data_ptr, waiting))),
                 ("switches", *starmap(getitem, self._switches)),
             )
 
@@ -222,7 +225,7 @@ class ModuleState(Capturable):
             context.crosses_border()
             context.parameters_written()
 
-    def begin_call(self) -> None:
+    def begin_call(self) -> str:
         """See `Capturable`."""
         self._with_memory = None
         for context in self._contexts:
@@ -232,14 +235,12 @@ class ModuleState(Capturable):
             if group.in_flight or group.state is not SHARDED:
                 group.cancel_unshard()  # a replay writes the shard that it reads
                 group.show_sharded()  # a replay reads there what unsharded parameters were set to
-        self._note_requires_grad()
-        self._is_placed = self._trains == self._trains_now
-        self._trains = self._trains_now
         for context in self._contexts:
             context.join_post_optim_event()
-        if not self._is_placed:
-            for grads in self._grad_groups:
-                grads.refresh_trainable()
+        self._note_requires_grad()
+        before, self._trains = self._trains, self._trains_now
+        # Gradients may get other places, whose tables are copied from the host.
+        return "" if before == self._trains else "requires_grad changed before an earlier call"
 
     def _note_requires_grad(self) -> None:
         with torch._C.DisableTorchFunction():  # makes DTensor attributes 3 times as fast
@@ -253,8 +254,6 @@ class ModuleState(Capturable):
 
     def before_replays(self) -> Callable[[], bool]:
         """See `Capturable`."""
-        if not self._is_placed:  # the group's tables of offsets must be copied from the host again
-            raise CaptureAgain("requires_grad changed since the previous call")
         self._with_memory = {shard for shard in self._shards() if shard.has_memory}
         # Each list is filled by the capture.
         overwritten = [(shard, shard.begin_capture()) for shard in self._shards()]

@@ -194,7 +194,7 @@ class GraphedStep(Generic[_P, _R]):
         self._buffers: WeakValueDictionary[Hashable, InputBuffers] = WeakValueDictionary()
         self._refused: dict[Hashable, str] = {}
         # The keys of the latest eager calls, each with the random numbers that the call's
-        # recomputed regions drew, and with what its eager regions have changed, or "".
+        # recomputed regions drew, and with why it prepares no capture, or "".
         self._seen: dict[Key, tuple[Redraws, str]] = {}
         self._found: list[str] = []  # on a device without graphs: what a capture would not repeat
         self._thread_id = threading.get_ident()
@@ -212,12 +212,15 @@ class GraphedStep(Generic[_P, _R]):
         inputs = flatten_inputs(args, kwargs)
         self.pool.follow()
         for each in self._capturables:
-            each.begin_call()
+            if why := each.begin_call():
+                self._seen = {key: (redraws, why) for key, (redraws, _) in self._seen.items()}
         key = inputs.key, self._guards()
         captured = self._look_up(key)
-        self._news = self._what_is_new(key) if captured is None else captured.why_not()
+        self._news = "" if captured and captured.is_compared else self._what_is_new(key)
+        if captured:
+            self._news = self._news or captured.why_not()
         self._before = key
-        if captured is not None and captured.is_compared and not self._news:
+        if captured and captured.is_compared and not self._news:
             self._with_news = 0
             outputs: _R = self._replay(captured, inputs)
             return outputs
