@@ -39,7 +39,7 @@ def test_an_error_of_one_rank_is_its_own_report(monkeypatch: pytest.MonkeyPatch)
     assert sentence.startswith(
         "Rank 7 failed at step 5, forward of layers.1: ValueError: a mistake"
     )
-    assert sentence.endswith("No checkpoint had been written yet, so start the run again.")
+    assert sentence.endswith("There is no checkpoint: start the run again, with another --run-dir.")
 
 
 def test_a_save_that_failed_on_another_rank_is_that_ranks_report() -> None:

@@ -12,7 +12,10 @@ from shardgrad.errors import CheckpointError, CollectiveError
 from shardgrad.programs.text import printable
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_MEMORY_WORDS = ("out of memory", "can't allocate memory", "not enough memory")
+_MEMORY_WORDS = (
+    *("out of memory", "can't allocate memory", "not enough memory"),
+    "failed to map segment",  # of a library that is imported
+)
 
 
 class TrainingError(Exception):

@@ -78,7 +78,7 @@ def resume_hint(folder: Path) -> str:
     except OSError:  # nothing can be read: out of descriptors, or a network file system is gone
         return f"Resume with: shardgrad train --resume {folder}"
     if newest is None:
-        return "No checkpoint had been written yet, so start the run again."
+        return "There is no checkpoint: start the run again, with another --run-dir."
     return f"The newest checkpoint is {newest.name}; resume with: shardgrad train --resume {folder}"
 
 

@@ -31,8 +31,8 @@ def read_text(path: str | None, *, seq_len: int) -> bytearray:
         for file in sorted(Path(_LIBRARY).glob("*.py")) if path is None else [Path(path)]:
             if not file.is_file():  # nothing, or a pipe, which cannot be read on every rank
                 raise UsageError(
-                    f"There is no file at {file}: correct --data, or omit it in a new run to "
-                    "train on the source of Python's standard library."
+                    f"There is no regular file at {file}: correct --data, or omit it in a new run "
+                    "to train on the source of Python's standard library."
                 )
             with file.open("rb") as stream:
                 text += stream.read(LIMIT_NBYTES - len(text))
