@@ -90,17 +90,6 @@ def test_a_state_dict_goes_to_the_host_and_back(name: str) -> None:
 
 
 @on_ranks(2)
-def test_states_that_a_program_removes_start_from_zero() -> None:
-    found = []
-    for on_host in (True, False):
-        model, optim = built("adamw", on_host=on_host)
-        train(model, optim, range(2))
-        optim.state.clear()
-        found.append(train(model, optim, range(2)))
-    assert_same_bits(*found)
-
-
-@on_ranks(2)
 def test_states_on_the_host_have_nothing_to_give_back() -> None:
     """So a step of an optimizer that sleeps at level 1 is one of an optimizer that does not."""
     model = stack(6, 5)
