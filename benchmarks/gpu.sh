@@ -196,7 +196,7 @@ if in_stage 2; then
         part steps-all-256 100 "${all[@]}" "${bf16[@]}" --preset 1b --batch-size 1 --seq-len 256 \
             --rounds 8 --steps 3 \
             --limit-s 60 --engine ddp "${graphs[@]}" --engine shardgrad-auto --engine collectives \
-            --out "$out/steps-all-256"
+            --engine shardgrad-windows --out "$out/steps-all-256"
     fi
     if ((nodes > 1 && count > 1)); then
         part steps-replicas 100 "${all[@]}" "${bf16[@]}" "${long[@]}" --mesh "${nodes}x$count" \
@@ -243,8 +243,8 @@ if in_stage 3 && ((nodes == 1)); then
     # Two ranks of one device: that losses agree over NCCL, eager and captured. Not a time.
     part steps-shared 90 "$python" -m benchmarks "${options[@]}" --ranks 2 --share-device \
         --preset tiny \
-        --engine shardgrad --engine shardgrad-graphed --engine ddp --rounds 2 --steps 2 \
-        --out "$out/steps-shared"
+        --engine shardgrad --engine shardgrad-graphed --engine shardgrad-windows --engine ddp \
+        --rounds 2 --steps 2 --out "$out/steps-shared"
     # Four of them, as replicas of shards: one graph with collectives of two communicators.
     part steps-shared-mesh 90 "$python" -m benchmarks "${options[@]}" --ranks 4 --mesh 2x2 \
         --share-device --preset tiny \

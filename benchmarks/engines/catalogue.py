@@ -65,6 +65,11 @@ ENGINES: Mapping[str, Engine] = {
         'shardgrad-graphed with zero_stage="auto": units stay unsharded where memory is left',
         f"{_TORCH}:ours_auto",
     ),
+    "shardgrad-windows": _OURS(
+        'shardgrad-graphed with comm="symmetric_memory": ranks read each other\'s memory',
+        f"{_TORCH}:ours_windows",
+        only_cuda=True,
+    ),
     "shardgrad-compiled": _OURS(
         "shardgrad-graphed, every block compiled", f"{_TORCH}:ours_compiled"
     ),

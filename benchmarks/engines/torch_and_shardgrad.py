@@ -103,6 +103,7 @@ def ours_graphed(task: Task, device: torch.device, **options: Any) -> Trained:
 
 
 ours_auto = partial(ours_graphed, zero_stage="auto")
+ours_windows = partial(ours_graphed, comm="symmetric_memory")
 ours_compiled = partial(ours_graphed, compiles=True)
 
 

@@ -74,6 +74,7 @@ def _facts(device: torch.device) -> Iterator[tuple[str, str]]:
     import torch
 
     from shardgrad import ops, version
+    from shardgrad.features.symmetric_memory import why_not_here
     from shardgrad.programs.train.parallel import name_of_device
 
     yield "shardgrad", version.described()
@@ -85,6 +86,7 @@ def _facts(device: torch.device) -> Iterator[tuple[str, str]]:
     yield "CUDA", cuda
     if device.type == "cuda":
         yield "NCCL", ".".join(map(str, torch.cuda.nccl.version()))
+    yield "symm_mem", why_not_here(device) or "available"
     has_kernels = device.type == "cpu" or ops.has_kernels(device.type)
     yield "shardgrad ops", ops.backend() + ("" if has_kernels else f"; reference on {device.type}")
     count = 1 if device.type == "cpu" else torch.accelerator.device_count()
