@@ -89,7 +89,8 @@ def _described(units: Sequence[Unit], mesh: DataParallelMesh | None = None) -> I
                 continue
             yield (
                 f"{group.kind} of {unit.name}: {group.gradient_policy}, {group.stage}, mesh "
-                f"{tuple(group.mesh.mesh.shape)}, {group.mesh.device.type}"
+                f"{tuple(group.mesh.mesh.shape)}, {group.mesh.device.type}, "
+                f"gathered by {group.spec.all_gather.__name__}"
             )
             for p in group.params:
                 yield (

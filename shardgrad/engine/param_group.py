@@ -275,27 +275,23 @@ class AllGather:
         Streams: copies and the collective run on the gather stream, after the parameters were last
         written. Capture: safe once slots have grown.
         """
-        stream = self.streams.gather
+        transport, stream = self.transport, self.streams.gather
         with span("all_gather", name), self.streams.on(stream):
             # The optimizer has written the shards on the stream of the forward.
             self.comm_ctx.parameters_ready.wait(stream)
             if self.ready is not None:
                 self.ready.wait(stream)
+            # The slot is free once the last copy-out has read it, on whichever stream that runs.
+            slot, (staging, *others) = self.ring.take(self.sizes, stream)
+            self._slot, slot.finish = slot, finish
+            sent = self.stage(staging, *others)
+            self._gathered = staging.whole if transport.gather_chunks else sent
+            if self._cast:
+                torch._foreach_copy_([own for own, *_ in self.zero_copy], self._cast)
+            # Zero-copy parameters are gathered in place. NCCL runs all messages as one launch.
             self._works = []
-            self._gathered = self.start(finish)
-            self._slot.ready.record(stream)
-
-    def start(self, finish: Callable[[], None]) -> torch.Tensor:
-        """Stages and sends, on the gather stream, which is current. Returns what `wait` returns."""
-        # The slot is free once the last copy-out has read it, on whichever stream that runs.
-        slot, (staging, *others) = self.ring.take(self.sizes, self.streams.gather)
-        self._slot, slot.finish = slot, finish
-        sent = self.stage(staging, *others)
-        if self._cast:
-            torch._foreach_copy_([own for own, *_ in self.zero_copy], self._cast)
-        # NCCL runs all messages as one launch.
-        self._works = self.transport.all_gathers([(sent, staging, self.tag), *self.zero_copy])
-        return staging.whole if self.transport.gather_chunks else sent
+            self._works = transport.all_gathers([(sent, staging, self.tag), *self.zero_copy])
+            slot.ready.record(stream)
 
     def wait(self, stream: Stream) -> torch.Tensor:
         """Ends the collective. Returns the chunks of all ranks side by side, in rank order (1-D).

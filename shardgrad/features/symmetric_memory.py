@@ -42,6 +42,7 @@ from shardgrad.engine.buffers import Allocate, Slot
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext
 from shardgrad.engine.param_group import AllGather, FSDPParam
 from shardgrad.engine.streams import wait_for_device
+from shardgrad.engine.tracing import span
 from shardgrad.engine.transports import MessageTag
 from shardgrad.features.hfsdp import HfsdpGather
 from shardgrad.sharding.layout import ShardLayout
@@ -86,9 +87,10 @@ class WindowGather(AllGather):
         # A larger window replaces the ring's for later gathers. This one keeps its own.
         sizes = [(self.dtype, 1, self.chunk.numel())]
         _, (window,) = self.ring.take(sizes, self.streams.gather)
-        self._window = window.whole
+        self._window = self._gathered = window.whole
         self._handle = symm_mem.rendezvous(self._window, group.group_name)
         self._slot = Slot(self.streams, self.comm_ctx.device)  # for its events
+        self._log = recorder.group_log(group)
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         with torch.inference_mode(mode=False):
             places = layout.whole.local_views(unsharded, 0)
@@ -106,18 +108,23 @@ class WindowGather(AllGather):
         self.layout = replace(layout, pieces=())  # nothing is copied out
         self.table = self.layout.table
 
-    def start(self, finish: Callable[[], None]) -> torch.Tensor:
+    def launch(self, name: str, version: object, finish: Callable[[], None]) -> None:
         """See `AllGather`. Capture: safe; a replay reads the windows again."""
-        recorder.group_log(self.transport.group).record(self.tag.what)
-        self._handle.barrier()
-        self._window.copy_(self.chunk, non_blocking=True)
-        self._handle.barrier()
-        for place, piece in self._copies:
-            place.copy_(piece, non_blocking=True)
-        return self._window
+        stream = self.streams.gather
+        with span("all_gather", name), self.streams.on(stream):
+            self.comm_ctx.parameters_ready.wait(stream)
+            if self.ready is not None:
+                self.ready.wait(stream)
+            self._log.record(self.tag.what)
+            self._handle.barrier()
+            self._window.copy_(self.chunk, non_blocking=True)
+            self._handle.barrier()
+            for place, piece in self._copies:
+                place.copy_(piece, non_blocking=True)
+            self._slot.ready.record(stream)
 
 
-class HfsdpWindowGather(WindowGather, HfsdpGather):
+class HfsdpWindowGather(HfsdpGather, WindowGather):
     """`HfsdpGather` with windows for inner shards."""
 
 
