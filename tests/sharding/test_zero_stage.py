@@ -98,12 +98,13 @@ def test_the_outer_axis_carries_little() -> None:
 
 @on_ranks(4)
 def test_auto_keeps_units_unsharded_as_long_as_every_rank_has_room() -> None:
-    """One rank has room for one block, the others for two: all of both replicas keep the first
-    block. One alone has a batch in the first step, which therefore does not count.
+    """One rank has room for one unit, the others for a second, which is larger: all of both
+    replicas keep the first. One alone has a batch in the first step, which therefore does not
+    count.
     """
     mesh = hsdp_mesh(2, 2)
     [group] = units_under(SHARDGRAD.shard_tower(tower(), mesh=mesh))[1].groups
-    room = (1 + (dist.get_rank() > 0)) * group.layout.unsharded_numel * 4
+    room = (5 if dist.get_rank() else 1) * group.layout.unsharded_numel * 4
     found: dict[int | str, tuple[Tensors, int]] = {}
     for stage in (3, "auto"):
         model = SHARDGRAD.shard_tower(tower(), zero_stage=stage, mesh=mesh)
