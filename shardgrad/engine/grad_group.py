@@ -644,10 +644,9 @@ class GradGroup:
         with streams.on(streams.reduce):
             slot.ready.wait(streams.reduce)
             # NCCL runs all messages as one launch; other transports run them one after another.
-            tags = [tag for _, _, tag in route.messages]
+            begins, numels, tags = zip(*route.messages, strict=True)
             works = transport.reduce_scatters(list(zip(sent, receive, tags, strict=True)))
-            for (begin, numel, _), work in zip(route.messages, works, strict=True):
-                reduction.works.append((begin, numel, work))
+            reduction.works = list(zip(begins, numels, works, strict=True))
         if route.second is not None:
             # The second step runs on its own stream, so that the next group's reduce-scatter does
             # not wait for it.

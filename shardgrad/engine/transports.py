@@ -21,6 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import starmap
 from typing import NoReturn
 
 import torch
@@ -154,11 +155,11 @@ class Transport(ABC):
 
     def all_gathers(self, messages: Sequence[GatherMessage]) -> list[Work]:
         """Starts the all-gather of each message."""
-        return [self.all_gather(*message) for message in messages]
+        return list(starmap(self.all_gather, messages))
 
     def reduce_scatters(self, messages: Sequence[ReduceMessage]) -> list[Work]:
         """Starts the reduce-scatter of each message."""
-        return [self.reduce_scatter(*message) for message in messages]
+        return list(starmap(self.reduce_scatter, messages))
 
     def all_reduce(self, chunk: torch.Tensor, tag: MessageTag) -> Work:
         """Sums `chunk` over the ranks, in place; its message has no room for a tag."""
