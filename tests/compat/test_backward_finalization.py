@@ -11,7 +11,6 @@ import torch
 from torch.distributed import fsdp
 
 import shardgrad
-from shardgrad.engine.unit import units_under
 from shardgrad.errors import BackwardFinalizationError, RootError
 from tests.support import parity
 from tests.support.parity import (
@@ -142,11 +141,11 @@ def _backward(model: Tower) -> Any:
 @on_ranks(2)
 def test_manual_finalization_supersedes_the_last_backward() -> None:
     model: Any = SHARDGRAD.shard_tower(tower())
-    model.set_manual_backward_finalization(True)
     model.set_is_last_backward(False)
-    context = units_under(model)[0].context
-    assert context is not None
-    assert not context.is_last_backward
+    context = model._unit.context
+    for enabled in (True, False, True):
+        model.set_manual_backward_finalization(enabled)
+        assert not context.is_last_backward
     model.set_is_last_backward(True)
     assert not context.is_last_backward  # superseded
     model.set_manual_backward_finalization(False)

@@ -25,11 +25,14 @@ def test_the_same_numbers_are_drawn_again_from_every_generator_that_was_named() 
 
 
 def test_a_group_keeps_the_tensor_of_its_learning_rate_when_another_goes() -> None:
-    first, second, third = (nn.Parameter(torch.ones(2)) for _ in range(3))
-    groups = [{"params": [first], "lr": 0.5}, {"params": [second], "lr": 0.25}]
+    first, second, third = (
+        nn.Parameter(torch.ones(2, device=device)) for device in ("meta", "cpu", "cpu")
+    )
+    groups: Any = [{"params": [first], "lr": torch.tensor(0.5)}, {"params": [second], "lr": 0.25}]
     optimizer = torch.optim.AdamW(groups, capturable=True)
     state = capturable(optimizer)
     state.begin_call()
+    assert groups[0]["lr"].is_meta
     rate = groups[1]["lr"]
     groups[1]["lr"] = 0.75
     del optimizer.param_groups[0]
