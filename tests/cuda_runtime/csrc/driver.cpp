@@ -90,8 +90,7 @@ CUresult cuMemCreate(
   return *handle = handle_of(fd, kind->location.id), CUDA_SUCCESS;
 }
 CUresult cuMemExportToShareableHandle(
-    void* out, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType,
-    unsigned long long) {
+    void* out, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType, unsigned long long) {
   std::lock_guard<std::mutex> lock(mutex);
   auto found = shared.find(handle);
   if (found == shared.end()) return CUDA_ERROR_INVALID_VALUE;

@@ -141,7 +141,8 @@ void free_addresses(void* pointer, size_t size, int device) {
 // What the runtime sees at a device's addresses is the memory in a file from now on.
 static void show(const void* pointer, size_t size, int fd, size_t offset) {
   const int flags = MAP_SHARED | MAP_NORESERVE | MAP_FIXED;
-  if (mmap(on_host(pointer), size, PROT_READ | PROT_WRITE, flags, fd, offset) == MAP_FAILED) abort();
+  if (mmap(on_host(pointer), size, PROT_READ | PROT_WRITE, flags, fd, offset) == MAP_FAILED)
+    abort();
 }
 
 cudaError_t map_memory(void* pointer, size_t size, int device, int fd) {

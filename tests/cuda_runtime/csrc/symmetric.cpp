@@ -14,7 +14,7 @@ namespace hostcuda {
 namespace {
 using Flag = std::atomic<uint32_t>;
 
-struct Pads {  // of one window
+struct Pads {              // of one window
   void* const* addresses;  // of all ranks, in the memory of the device
   int channel, rank, size;
 
