@@ -112,9 +112,10 @@ class Result:
 
 
 class Tells(nn.Linear):
-    """Writes to an argument, before and after it calls itself, once."""
+    """Writes to an argument and takes from it, before and after it calls itself, once."""
 
     def forward(self, x: Tensor, told: dict[str, Tensor]) -> Any:
+        told.pop("taken", None)
         if told.keys() == {"root"}:
             told["again"] = x
             self(x, told)
@@ -131,9 +132,10 @@ class Told(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         narrow = x.float().requires_grad_()
-        told: dict[str, Tensor] = {"root": narrow}
+        told: dict[str, Tensor] = {"root": narrow, "taken": x}
         result = self.third(self.second(self.first(x, told).values, told).values, told)
         assert told["root"] is narrow
+        assert "taken" not in told
         return result.mean * told["unit 3"] * told["unit 4"] + told["unit 5"]
 
 

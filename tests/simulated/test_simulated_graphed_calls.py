@@ -334,6 +334,10 @@ def test_gradients_that_are_kept_so_that_no_graph_is_replayed_are_warned_of() ->
     with pytest.warns(shardgrad.UncapturableStepWarning, match="gradients of an earlier call"):
         train()
     assert "gradients of an earlier call" in step.status()
+    step.reset()
+    for number in range(8):
+        step(batch(number))
+    assert step.replays, "of those that are dropped"
     step.close()
 
 
