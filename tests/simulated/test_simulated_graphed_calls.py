@@ -531,6 +531,24 @@ def test_a_layer_that_is_thawed_in_a_refused_capture_trains_in_that_call(
     yield model
 
 
+@same_bits_as_eager(1)
+def test_a_layer_may_be_frozen_before_an_evaluation_and_the_next_training_call(
+    graphed: Graphed,
+) -> Values:
+    model = build(1)
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=0.01)
+    taken = step_of(model, optimizer)
+
+    @graphed(model, optimizer, warmup=1)
+    def step(x: Tensor, trains: bool) -> Tensor:
+        return taken(x) if trains else loss_of(model, x)
+
+    for number in range(12):
+        model[0].second.requires_grad_(number % 4 == 1)
+        yield step(batch(number), number % 4 != 2)
+    yield model
+
+
 # -- several callers
 
 
