@@ -36,8 +36,8 @@ def test_a_text_is_read_no_further_than_the_limit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("nothing", "no file at .*nothing"),
-        ("pipe", "no file at .*pipe"),
+        ("nothing", "no regular file at .*nothing"),
+        ("pipe", "no regular file at .*pipe"),
         ("\0", "correct --data"),
     ],
 )
