@@ -8,6 +8,8 @@ import torch
 from tests.simulated.accelerator.device import Hazard, checked, name_range, name_stream
 from tests.simulated.programs.upstream_bugs import (
     BUGS,
+    HALF,
+    NUMEL,
     Bug,
     CommunicationBufferFreedEarly,
     HookBornOnASideStream,
@@ -32,19 +34,19 @@ def _second_step(kind: type[Bug], *, fixed: bool) -> list[Hazard]:
     return found
 
 
-_KINDS = {
-    HookBornOnASideStream: "read-after-write",
-    ReductionAwaitsTheCurrentStream: "read-after-write",
-    RefillAwaitsTheFlusher: "write-after-read",
-    CommunicationBufferFreedEarly: "free-while-in-flight",
+# Per bug: kind, bytes, of what.
+_REPORTS = {
+    HookBornOnASideStream: ("read-after-write", 0, 4 * NUMEL, "bucket"),
+    ReductionAwaitsTheCurrentStream: ("read-after-write", 4 * HALF, 4 * NUMEL, "bucket"),
+    RefillAwaitsTheFlusher: ("write-after-read", 0, 4 * HALF, "bucket 0"),
+    CommunicationBufferFreedEarly: ("free-while-in-flight", 0, 4 * NUMEL, "buffer"),
 }
 
 
 @pytest.mark.parametrize("kind", BUGS)
 def test_each_bug_is_one_hazard_with_its_places(kind: type[Bug]) -> None:
     (hazard,) = _second_step(kind, fixed=False)
-    assert hazard.kind == _KINDS[kind]
-    assert hazard.labels.startswith("bu")  # "bucket", or "buffer"
+    assert (hazard.kind, hazard.begin, hazard.end, hazard.labels) == _REPORTS[kind]
     assert all(f":{kind.__name__}." in use.place for use in (hazard.later, hazard.earlier))
 
 
