@@ -222,6 +222,13 @@ class Muon(FlatOptimizer):
             )
         return dtypes
 
+    def guards(self) -> Hashable:
+        """See `FlatOptimizer`. From now on no plan is dropped: the graph that is captured next may
+        need that of any earlier eager call.
+        """
+        self._is_in_graphs = True
+        return super().guards()
+
     # -- a step
 
     def update_all(self, updates: Sequence[Update]) -> None:
@@ -259,7 +266,7 @@ class Muon(FlatOptimizer):
             for indices, owner_of in buckets(matrices, 1 if mesh is None else mesh.shard_size):
                 found.append(Bucket([same[i] for i in indices], owner_of, self._ns_dtype))
         if len(self._plans) >= _MOST_PLANS and not self._is_in_graphs:
-            self._plans.clear()  # not once captured: graphs read the tables of plans
+            self._plans.clear()
         self._plans[key] = found
         return found
 
