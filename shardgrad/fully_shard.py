@@ -102,7 +102,8 @@ def fully_shard(
         offload_policy: `CPUOffloadPolicy` keeps parameter shards, gradients and optimizer states in
             host memory. `SleepPolicy` keeps them in memory that `shardgrad.sleep` can free. The
             base class does neither.
-        ignored_params: parameters to leave alone: not sharded, not moved, not reduced.
+        ignored_params: parameters to leave alone: not sharded, not moved, not reduced, unless an
+            inner unit has sharded them.
         dp_mesh_dims: torch's `DataParallelMeshDims`: which axes of `mesh` are data-parallel, if
             `mesh` has other axes too and the parameters are DTensors on all of it.
         gradient_policy: the attribute that reduced gradients are bound to, their dtype, and the

@@ -115,7 +115,7 @@ def collect(
     inner_units = [unit for module in modules for unit in units_under(module)]
     for name, place, param in tied_under(modules):
         claim: FSDPParam = param.__dict__[CLAIM]
-        if param not in ignored and any(claim.group in unit.groups for unit in inner_units):
+        if any(claim.group in unit.groups for unit in inner_units):
             found.setdefault(param, (name, [*claim.owners]))[1].append(place)
     return found
 

@@ -259,7 +259,7 @@ class Unit:
         inputs = map(leaves.__getitem__, found)
         # One node for all inputs: autograd runs its backward once, after the last of their
         # gradients, and on the stream that forward used.
-        aliases = _InputsWatch.apply(self, counted, *inputs)  # type: ignore[no-untyped-call]
+        aliases = _InputsWatch.apply(self, *inputs)  # type: ignore[no-untyped-call]
         for place, alias in zip(found, aliases, strict=True):
             leaves[place] = alias
         if spec is None:
@@ -430,18 +430,16 @@ class Unit:
             self.pre_backward(call, grad)
 
     @outside_graphs
-    def post_backward(self, *, counted: bool = False) -> None:
+    def post_backward(self) -> None:
         """Ends one call's backward: the gradients of its inputs have all arrived.
 
         Reshards the parameters, which nothing below needs, and closes the group once no call is
         left.
         """
         context = self.context or self._lazy_init(self)
-        if counted and self.outstanding:
-            self.outstanding -= 1
-        # If a tensor left the unit other than through its outputs, for example as an attribute, no
-        # pre-backward has opened this call.
-        self.open = max(0, self.open - 1)
+        # A recomputed call was not counted. If a tensor left the unit other than through its
+        # outputs, for example as an attribute, no pre-backward has opened this call.
+        self.outstanding, self.open = max(0, self.outstanding - 1), max(0, self.open - 1)
         with span("post_backward", self.name):
             # A unit that is called several times in a row needs its parameters again at once.
             again = self.next_backward is self
@@ -532,18 +530,15 @@ class _InputsWatch(torch.autograd.Function):
     """Identity whose backward runs once the gradients of all its inputs have arrived."""
 
     @staticmethod
-    def forward(
-        ctx: Any, unit: Unit, counted: bool, *inputs: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, unit: Unit, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.unit = unit
         ctx.set_materialize_grads(False)  # as where no unit is in between
-        ctx.counted = counted
         return inputs
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        ctx.unit.post_backward(counted=ctx.counted)
-        return (None, None, *grads)
+        ctx.unit.post_backward()
+        return (None, *grads)
 
 
 def _cast(dtype: torch.dtype, value: Any) -> Any:

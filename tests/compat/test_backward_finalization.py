@@ -127,6 +127,7 @@ def test_a_finalization_in_the_wrong_place_is_refused_by_name() -> None:
     for call in (lambda: _backward(model), model.finalize_backward):
         with pytest.raises(BackwardFinalizationError, match="must be waited on"):
             call()
+    model.set_reduce_scatter_max_input_buffers(1)  # completes the second in flight
     handle.wait()
     _backward(model).finalize_backward()
     model.set_manual_backward_finalization(False)

@@ -23,9 +23,11 @@ from tests.support.ranks import Ranks, on_ranks
 
 @on_ranks(2)
 def test_the_root_owns_a_parameter_that_two_of_its_units_share() -> None:
+    """Also if the root is told to ignore it, which one of them has sharded."""
     model = tower()
-    model.head.weight = model.embedding.weight
-    SHARDGRAD.shard(model.embedding, model.head, model)
+    weight = model.head.weight = model.embedding.weight
+    SHARDGRAD.shard(model.embedding, model.head)
+    SHARDGRAD.shard(model, ignored_params={weight})
     assert model.embedding.weight is model.head.weight
     assert isinstance(model.head.weight, DTensor)
     names = [name for name, _ in model.named_parameters()]
