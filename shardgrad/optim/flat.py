@@ -390,9 +390,16 @@ class FlatOptimizer(Optimizer):
             state_dict,
             ignored=self.torch_keys,
         )
-        # Entries of the program's own, which torch loads, too.
-        numbers = {number for group in state_dict["param_groups"] for number in group["params"]}
-        self.state |= {k: v for k, v in state_dict["state"].items() if k not in numbers}
+        saved, present = (
+            chain.from_iterable(group["params"] for group in groups)
+            for groups in (state_dict["param_groups"], self.param_groups)
+        )
+        params = dict(zip(saved, present, strict=True))
+        # With what is the program's own, of a parameter or not, which torch loads, too.
+        for key, entry in state_dict["state"].items():
+            param = params.get(key, key)
+            kept = self._entries.get(param)
+            self.state[param] = entry if kept is None else {**entry, **kept}
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

@@ -34,12 +34,13 @@ EACH = pytest.mark.parametrize("make", [adamw, muon])
 
 
 def train_with_gaps(engine: Engine, make: Make) -> Tensors:
-    """A gradient is dropped in one step, assigned by hand in another; no decay and no momentum may
-    move.
+    """A gradient is dropped in one step, assigned to a frozen parameter in another; no decay and no
+    momentum may move.
     """
     model = engine.fully_shard(stack(5, 4, 3))
     optim = make(engine, [p for p in model.parameters() if p.ndim == 2], lr=0.1)
     for step in range(4):
+        model[2].weight.requires_grad_(step != 2)
         engine.loss(model, step, 5).backward()
         if step == 1:
             model[0].weight.grad = None
