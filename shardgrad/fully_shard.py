@@ -43,7 +43,7 @@ from shardgrad.engine.param_group import (
 )
 from shardgrad.engine.tracing import NOTHING
 from shardgrad.engine.unit import UNIT, Unit, unit_of, units_under
-from shardgrad.errors import OptionError, unsupported
+from shardgrad.errors import MeshError, OptionError, unsupported
 from shardgrad.module import swap_class
 from shardgrad.ops.library import check_kernels
 from shardgrad.policies import REDUCES_IN_GRAD_DTYPE, GradientPolicy, ParamDtypes
@@ -291,6 +291,13 @@ def _all_gather(comm: str, stage: Stage, memory: ShardMemory) -> Callable[..., A
 
 def _data_mesh(mesh: DeviceMesh | None, dims: Any, stage: Stage) -> DataParallelMesh:
     mesh = mesh or default_mesh()
+    if isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is None:
+        raise MeshError(
+            f"this rank is not in the mesh {mesh}",
+            expected="fully_shard on the ranks of its mesh only",
+            got=f"rank {dist.get_rank()}",
+            fix="if mesh.get_coordinate() is not None: fully_shard(model, mesh=mesh)",
+        )
     if dims is None or not isinstance(mesh, DeviceMesh):
         data_mesh = DataParallelMesh.of(mesh)
         return data_mesh.over_both_axes() if stage.over_both_axes else data_mesh

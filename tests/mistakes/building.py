@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -148,6 +148,16 @@ def a_mesh_without_names() -> None:
 )
 def a_mesh_of_three_axes() -> None:
     fully_shard(net(), mesh=init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("pp", "dp", "tp")))
+
+
+@mistake(
+    typed="a mesh of other ranks",
+    says="MeshError: this rank is not in the mesh DeviceMesh",
+    cure="if mesh.get_coordinate() is not None: fully_shard(model, mesh=mesh)",
+)
+def a_mesh_of_other_ranks() -> None:
+    others = [DeviceMesh("cpu", [rank]) for rank in (1, 0)]
+    fully_shard(net(), mesh=others[dist.get_rank()])
 
 
 @mistake(
