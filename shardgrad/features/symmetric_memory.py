@@ -32,6 +32,7 @@ from ctypes import CDLL
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -150,12 +151,22 @@ def _symmetric_memory_of(group: dist.ProcessGroup) -> Allocate:
 # -- whether there are windows
 
 
-@lru_cache(maxsize=256)  # once for each group, since all its ranks take part
+# Decided once for each group, since all its ranks take part. A group that a program has destroyed
+# is not kept alive.
+_decided = WeakKeyDictionary[dist.ProcessGroup, bool]()
+
+
 def has_windows(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Returns whether the ranks of a group can have windows, and warns if they cannot.
 
     The same on every rank. A collective at the first call.
     """
+    if group not in _decided:
+        _decided[group] = _agree(group, device)
+    return _decided[group]
+
+
+def _agree(group: dist.ProcessGroup, device: torch.device) -> bool:
     here = why_not_here(device), socket.gethostname()
     reasons, hosts = map(set, zip(*_of_all_ranks(group, here), strict=True))
     if len(hosts) > 1:

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from shardgrad.features.symmetric_memory import has_windows
+from shardgrad.features.symmetric_memory import _decided
 
 # What is known stays, so that no address is used again.
 _known: dict[tuple[int, str], SharedFiles] = {}
@@ -54,6 +54,6 @@ def symmetric_memory_on_the_cpu() -> Iterator[None]:
     torchs = "torch.distributed._symmetric_memory"
     stream = mock.patch.object(torch.cpu, "default_stream", torch.cpu.current_stream, create=True)
     with mock.patch.multiple(torchs, empty=empty, rendezvous=rendezvous), stream:
-        has_windows.cache_clear()
+        _decided.clear()
         yield
-    has_windows.cache_clear()
+    _decided.clear()
