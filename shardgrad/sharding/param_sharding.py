@@ -26,7 +26,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -111,8 +110,6 @@ class ParamSharding:
         unsharded = self._unsharded
         if unsharded is None:
             return grad
-        if isinstance(grad, AsyncCollectiveTensor):
-            grad = grad.wait()
         if not isinstance(grad, DTensor):
             return grad  # the program has assigned a local tensor
         wanted = tuple(
@@ -123,8 +120,7 @@ class ParamSharding:
         )
         if wanted != grad.placements:
             grad = grad.redistribute(placements=wanted)
-        local: torch.Tensor = grad._local_tensor
-        return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+        return local_of(grad)  # a collective may still be filling it: the op that reads it waits
 
 
 def groups_cut_over(

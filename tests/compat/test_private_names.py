@@ -48,8 +48,6 @@ WHY = {
     "that are registered there",
     "torch.distributed._composable.contract.RegistryItem": "the same",
     "torch.distributed._composable.contract.STATE_KEY": "where pipeline stages look for the state",
-    "torch.distributed._functional_collectives.AsyncCollectiveTensor": "gradients of tensor "
-    "parallelism may still be under way",
     "torch.distributed.device_mesh.DeviceMesh._concatenate": "one mesh for the axes of a parameter "
     "that tensor parallelism has sharded",
     "torch.distributed.device_mesh.DeviceMesh._flatten": "several data-parallel axes are one",
