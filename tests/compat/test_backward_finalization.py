@@ -148,6 +148,7 @@ def test_manual_finalization_supersedes_the_last_backward() -> None:
         model.set_manual_backward_finalization(enabled)
         assert not context.is_last_backward
     model.set_is_last_backward(True)
+    model.finalize_backward()
     assert not context.is_last_backward  # superseded
     model.set_manual_backward_finalization(False)
     assert context.is_last_backward
