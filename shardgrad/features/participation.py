@@ -41,7 +41,8 @@ def participate(model: nn.Module) -> Iterator[None]:
             if batch is not None:
                 model(batch).sum().backward()
 
-    Gradients are then the mean over all ranks; a rank without a batch contributes zeros.
+    Gradients are then the mean over all ranks; a rank without a batch contributes zeros, and so
+    does one whose forward raises if the program catches that inside.
 
     Args:
         model: the root module.
@@ -148,11 +149,11 @@ def _join_rest(context: RootContext, here: _Participation) -> None:
         context.require_awake()
         context.take_over_changes()
         context.parameters_written()
-    if context.participation is here:  # not if the iteration was cleared
-        here.gather_through(None)
-        if here.reduces and not here.is_used:
-            context.begin_backward(in_autograd=False)
-            context.end_backward()
+    context.participation = here  # which a forward that has failed has cleared
+    here.gather_through(None)
+    if here.reduces and not here.is_used:
+        context.begin_backward(in_autograd=False)
+        context.end_backward()
     context.participation = None
     for unit in context.units:
         unit.reshard()

@@ -103,7 +103,7 @@ def sleep(
             give_back(flat, keep=False)
             undo.callback(bring_back, flat)
             give_back(memory, keep=level == 2)
-            _asleep[context] = _refuse_reads(context), memory + flat
+            _asleep[context] = _refuse_reads(context), flat + memory
             context.is_asleep = True
         undo.pop_all()
 

@@ -74,9 +74,10 @@ def no_other_may_save_into(folder: Path) -> None:
 
 def test_a_second_process_is_told_who_writes_and_since_when(tmp_path: Path) -> None:
     series = Series(tmp_path)
+    (tmp_path / ".lock").write_text("a writer before, with more to say of itself" * 2)
     with elsewhere(lambda: save(Series(tmp_path), 1)) as holder:
         os.kill(holder, signal.SIGSTOP)  # it keeps the lock while it stands still
-        words = rf"process {holder} on {socket.gethostname()}, since {time.strftime('%Y-')}"
+        words = rf"process {holder} on {socket.gethostname()}, since {time.strftime('%Y-')}.*\d\n"
         for work in (
             series.acquire,
             series.recover,

@@ -75,8 +75,10 @@ def test_a_wait_for_ranks_that_are_there_is_not_ended(monkeypatch: pytest.Monkey
     monkeypatch.setattr(recorder, "waits_in", Entry(1, "all-gather of a unit", (0, 1)))
     monkeypatch.setattr(recorder, "verdict", None)
     ended = rank_status(FlightRecorder(), 2, has_ended=True)
+    found = Diagnosis("Rank 2 has finished.", "end together")
     with pytest.warns(module.WaitingRanksWarning, match="Rank 2 has finished"):
-        module._warn_or_give_up(Diagnosis("Rank 2 has finished.", "end together"), {2: ended})
+        module._warn_or_give_up(found, {2: ended})
+    module._warn_or_give_up(found, {0: ended})  # a rank says nothing of itself
     assert recorder.verdict is None
 
 

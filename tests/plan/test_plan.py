@@ -109,7 +109,7 @@ def played(*events: Event) -> Timeline:
 
 
 def test_a_stream_that_waits_for_nothing_overlaps() -> None:
-    time = played(gather(), kernel())
+    time = played(gather(), *3 * [kernel()])
     assert time.step_s == max(time.transfers_s, time.compute_s)
     assert time.exposed_s == time.step_s - time.compute_s > 0.0
 
