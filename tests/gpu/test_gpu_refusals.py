@@ -29,9 +29,9 @@ def doubled(x: Any) -> Any:
     return x * 2
 
 
-def given(what: Any, **settings: Any) -> Callable[[], object]:
+def given(what: Any) -> Callable[[], object]:
     """Calls a step with an argument."""
-    return lambda: shardgrad.graphed_step(**settings)(doubled)(what)
+    return lambda: shardgrad.graphed_step()(doubled)(what)
 
 
 def decorated(*capturables: Any, **settings: Any) -> Callable[[], object]:
@@ -48,10 +48,10 @@ def inside_another_step() -> None:
     shardgrad.graphed_step()(inner)(torch.ones(2))
 
 
-def two_of_the_same() -> None:
+def two_of_the_same(*apart: int) -> None:
     step, x = shardgrad.graphed_step(warmup=1)(torch.Tensor.add_), torch.ones(2, device="cuda")
-    for _ in range(2):
-        step(x, x)
+    for other in (*apart, 0, 0):
+        step(x, x + other if other else x)
 
 
 def inside_a_capture() -> None:
@@ -108,6 +108,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[ShardgradError], str]] = {
         StepInputError,
         "share memory",
     ),
+    "two views, after others": (lambda: two_of_the_same(1, 2), StepInputError, "share memory"),
     "a call from another thread": (in_another_thread, CaptureError, "the thread that built it"),
     "a step in a step": (inside_another_step, CaptureError, r"step\.__wrapped__"),
     "a step in a capture": (inside_a_capture, CaptureError, r"inside another step or capture"),
