@@ -127,7 +127,9 @@ def _refuse_replaced_data(group: ParamGroup) -> None:
 def _shown(p: FSDPParam, local_shape: torch.Size, group: ParamGroup) -> nn.Parameter:
     """Returns the parameter that modules now register; refuses one that is sharded differently."""
     registered = [module._parameters.get(attribute) for module, attribute in p.owners]
-    shown = registered[0]  # if a tied parameter was loaded twice, either of the new objects will do
+    # A tied parameter may have been loaded under one of its names only. If it was loaded under
+    # several, either of the new objects will do.
+    shown = next((param for param in registered if param is not p.sharded), p.sharded)
     _refuse_untied(p, group)
     param: object = shown
     placements = p.sharding.placements

@@ -8,7 +8,7 @@ from io import BytesIO
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.support.parity import (
     SHARDGRAD,
@@ -78,6 +78,18 @@ class TwiceTied(nn.Module):
         torch.manual_seed(0)
         self.a, self.b, self.c, self.d = (nn.Linear(6, 6) for _ in range(4))
         self.c.weight, self.d.weight = self.a.weight, self.b.weight
+
+
+@on_ranks(2)
+def test_a_tied_weight_of_a_meta_model_may_be_loaded_under_its_second_name_only() -> None:
+    with torch.device("meta"):
+        model = SHARDGRAD.fully_shard(TwiceTied())
+    whole, mesh = TwiceTied(), model.a.weight.device_mesh
+    pieces = {k: distribute_tensor(v, mesh, [Shard(0)]) for k, v in whole.state_dict().items()}
+    del pieces["a.weight"]
+    model.load_state_dict(pieces, strict=False, assign=True)
+    model.unshard()
+    assert torch.equal(model.a.weight, whole.a.weight)
 
 
 def names_of_many_builds() -> list[list[str]]:

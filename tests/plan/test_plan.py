@@ -108,8 +108,8 @@ def played(*events: Event) -> Timeline:
     return play(events, CostModel(Machine(graph=True), shards=8))
 
 
-def test_a_stream_that_waits_for_nothing_overlaps() -> None:
-    time = played(gather(), *3 * [kernel()])
+def test_a_stream_that_waits_for_nothing_of_this_step_overlaps() -> None:
+    time = played(Waited(7, "compute"), gather(), *3 * [kernel()])
     assert time.step_s == max(time.transfers_s, time.compute_s)
     assert time.exposed_s == time.step_s - time.compute_s > 0.0
 
@@ -120,18 +120,12 @@ def test_a_mark_holds_back_the_stream_that_waits_for_it() -> None:
     assert time.exposed_s == pytest.approx(time.transfers_s)
 
 
-def test_a_mark_of_an_earlier_step_holds_back_nobody() -> None:
-    time = played(Waited(7, "compute"), kernel())
-    assert time.step_s == time.compute_s
-
-
 def test_collectives_over_one_link_follow_each_other() -> None:
     time = played(gather("gather"), gather("reduce"))
     assert time.step_s == time.transfers_s
 
 
 def test_launching_one_by_one_takes_the_host_its_time() -> None:
-    assert Machine().launch_s > 0.0 == Machine(graph=True).launch_s
     eager, graphed = plan_for(), plan_for(Machine(graph=True))
     assert graphed.timeline.host_s == 0.0
     assert eager.timeline.step_s >= eager.timeline.host_s > graphed.timeline.step_s
