@@ -13,14 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import shardgrad
+from tests.support.gpu import ON_ONE_RANK
 from tests.support.graphed import on_one_gpu, step_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-    pytest.mark.usefixtures("one_rank"),
-    pytest.mark.timeout(120),  # inductor compiles
-]
+pytestmark = [*ON_ONE_RANK, pytest.mark.timeout(120)]  # inductor compiles
 WIDTH, STEPS, WARMUP = 64, 10, 3
 BACKEND = "inductor" if find_spec("triton") else "aot_eager"
 

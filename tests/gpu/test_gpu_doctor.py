@@ -7,8 +7,9 @@ import torch
 
 from shardgrad import ops
 from shardgrad.programs.cli.doctor import _facts
+from tests.support.gpu import ON_A_GPU
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+pytestmark = ON_A_GPU
 
 
 def test_the_doctor_says_where_references_run(monkeypatch: pytest.MonkeyPatch) -> None:

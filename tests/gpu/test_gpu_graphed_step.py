@@ -28,6 +28,7 @@ from shardgrad.graphs.capturable import OptimizerState
 from shardgrad.graphs.inputs import InputBuffers
 from shardgrad.graphs.outputs import plain_tensors
 from tests.cuda_runtime import inspection
+from tests.support.gpu import ON_A_GPU
 from tests.support.graphed import (
     Graphed,
     Values,
@@ -38,7 +39,7 @@ from tests.support.graphed import (
 )
 from tests.support.tensor_extensions import Blocked, Narrowed, Scaled, extended
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+pytestmark = ON_A_GPU
 WIDTH = 64
 STEPS, WARMUP = 20, 3
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.gpu import ON_A_GPU
 from tests.support.segments import (
     DTYPES,
     Segment,
@@ -18,7 +19,7 @@ from tests.support.segments import (
     run_sgd,
 )
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+pytestmark = ON_A_GPU
 DEVICE = torch.device("cuda")
 RUN = {"adam": run_adam, "sgd": run_sgd}
 CASES = [

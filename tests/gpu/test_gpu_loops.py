@@ -26,9 +26,10 @@ import shardgrad
 from shardgrad.errors import CaptureError
 from shardgrad.graphs import GraphedStep
 from shardgrad.graphs.capturable import capturable
+from tests.support.gpu import ON_A_GPU
 from tests.support.graphed import Values, require_same, step_of, values_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+pytestmark = ON_A_GPU
 
 VOCABULARY, WIDTH, LENGTH, ROWS = 32, 16, 8, 4
 STEPS = 9

@@ -16,6 +16,7 @@ from torch import nn
 import shardgrad
 from shardgrad.engine import comm_context
 from shardgrad.engine.transports import StreamTransport
+from tests.support.gpu import ON_ONE_RANK
 from tests.support.graphed import (
     Graphed,
     Values,
@@ -27,11 +28,7 @@ from tests.support.graphed import (
     values_of,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-    pytest.mark.usefixtures("one_rank"),
-]
+pytestmark = ON_ONE_RANK
 
 STEPS = 20
 LAUNCHES = StreamTransport.all_gather, StreamTransport.reduce_scatter

@@ -15,6 +15,7 @@ from torch import nn
 
 import shardgrad
 from shardgrad.optim import muon
+from tests.support.gpu import ON_ONE_RANK
 from tests.support.graphed import (
     Graphed,
     Values,
@@ -26,11 +27,7 @@ from tests.support.graphed import (
     values_of,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-    pytest.mark.usefixtures("one_rank"),
-]
+pytestmark = ON_ONE_RANK
 DEVICE = torch.device("cuda")
 
 

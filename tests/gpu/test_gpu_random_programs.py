@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.cuda_runtime import inspection
 from tests.fuzz import programs
@@ -17,12 +16,9 @@ from tests.fuzz.programs.compare import run
 from tests.fuzz.programs.generate import program_of
 from tests.fuzz.programs.program import Program
 from tests.fuzz.programs.worlds import prepared
+from tests.support.gpu import ON_ONE_RANK
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-    pytest.mark.usefixtures("one_rank"),
-]
+pytestmark = ON_ONE_RANK
 
 SEEDS = Path(programs.__file__).parent / "seeds"
 DRAWN = 40

@@ -18,11 +18,9 @@ from shardgrad.errors import (
     ShardgradError,
     StepInputError,
 )
+from tests.support.gpu import ON_A_GPU
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-]
+pytestmark = ON_A_GPU
 
 
 def doubled(x: Any) -> Any:

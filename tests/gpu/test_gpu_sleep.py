@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import shardgrad
 from shardgrad.errors import AsleepError
 from shardgrad.ops.virtual_memory import bring_back, give_back, virtual_zeros
+from tests.support.gpu import ON_ONE_RANK
 from tests.support.graphed import (
     Values,
     on_one_gpu,
@@ -24,11 +25,7 @@ from tests.support.graphed import (
     values_of,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-    pytest.mark.usefixtures("one_rank"),
-]
+pytestmark = ON_ONE_RANK
 WIDTH, LAYERS, WARMUP, CYCLES = 256, 2, 2, 20
 MIB = 2**20
 

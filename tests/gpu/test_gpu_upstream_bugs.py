@@ -27,9 +27,10 @@ from tests.simulated.programs.upstream_bugs import (
     RefillAwaitsTheFlusher,
     Training,
 )
+from tests.support.gpu import ON_A_GPU
 from tests.support.graphed import require_same
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+pytestmark = ON_A_GPU
 DEVICE = torch.device("cuda")
 # About 25 ms, in which the host launches what a step has left a hundred times over.
 LATE_CYCLES = 50_000_000
