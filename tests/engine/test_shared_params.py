@@ -30,9 +30,6 @@ def test_the_root_owns_a_parameter_that_two_of_its_units_share() -> None:
     SHARDGRAD.shard(model, ignored_params={weight})
     assert model.embedding.weight is model.head.weight
     assert isinstance(model.head.weight, DTensor)
-    names = [name for name, _ in model.named_parameters()]
-    assert "head.weight" in names
-    assert "embedding.weight" not in names
     train(SHARDGRAD, model, steps=1)
     assert model.embedding.weight is model.head.weight
     token_loss(model, SHARDGRAD.tokens(1))  # leaves the root unsharded
