@@ -71,6 +71,27 @@ def test_a_verdict_on_fewer_gradients_is_not_taken_over(graphed: Graphed) -> Val
 
 
 @same_bits_as_eager(2)
+def test_a_verdict_of_a_replay_is_about_gradients_that_were_written_before(
+    graphed: Graphed,
+) -> Values:
+    """The optimizer skips the step with an infinity, as after an eager call."""
+    model = build(1)
+    optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
+
+    @graphed(model)
+    def step(x: Tensor) -> None:
+        loss_of(model, x).backward()
+        shardgrad.clip_grad_norm_(model, 1.0)
+
+    for number in range(8):
+        step(batch(number) / (number != 6))
+        optimizer.step()
+        yield model
+        nn.Module.zero_grad(model, set_to_none=False)
+    require_replays(step, 1, 5)
+
+
+@same_bits_as_eager(2)
 def test_an_event_of_the_optimizer_may_be_recorded_in_the_step(graphed: Graphed) -> Values:
     """FSDP2's `set_post_optim_event`, called in the step that the event is recorded in."""
     model = build()
