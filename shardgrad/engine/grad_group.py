@@ -129,6 +129,7 @@ class GradGroup:
         trainable: the group's `trainable` when places were last assigned; () before, and for
             parameters that replace others.
         holds_frozen: some of `params` do not require grad.
+        takes_part: a backward reduces the group: one of `params` requires grad, or gradients exist.
         unsharded: the unsharded parameters of `params`, once they exist.
         hooked: the group's `trainable` when hooks were last installed.
         state: changed by the scheduler.
@@ -156,7 +157,7 @@ class GradGroup:
         self.shard: GradShard | None = None
         self._route: ReduceRoute
         self.trainable: tuple[bool, ...] = ()
-        self.holds_frozen = False
+        self.holds_frozen = self.takes_part = False
         self.pack_stream: Stream = None
         self.read_on: dict[Stream, None] = {}
         self._foreign: dict[Stream, StreamEvent] = {}
@@ -171,9 +172,10 @@ class GradGroup:
         Called when a backward begins, if the group's `trainable` has changed, or if there are
         frozen parameters in the layout, whose gradients may have been set to None since.
 
-        A parameter that stops requiring grad keeps its place while it has a gradient, or while
-        gradients wait. One that begins to require grad gets a place. Waiting gradients are reduced
-        first, because they were packed with the old layout.
+        A parameter that stops requiring grad keeps its place while it has a gradient, while
+        gradients wait, or if no other needs one: a GAN freezes and thaws a model in every step, and
+        a graph cannot contain new places. One that begins to require grad gets a place. Waiting
+        gradients are reduced first, because they were packed with the old layout.
         """
         is_new, trainable = not self.trainable, self.group.carry_requires_grad()
         # Clipping and the optimizer have to find an existing gradient, also if its parameter was
@@ -184,9 +186,11 @@ class GradGroup:
         if self.is_due or self.partial.is_live:
             kept.update(self.params)
         placed = [p for p in params if p.sharded.requires_grad or p in kept]
+        self.takes_part = bool(placed)
+        placed = placed or self.params
         is_moved, scheduler = is_new or placed != self.params, self.scheduler
         is_captured = scheduler is not None and scheduler.comm_ctx.is_captured
-        if is_captured and is_moved and placed and not is_new:
+        if is_captured and is_moved and not is_new:
             self._refuse_in_capture(placed)
         # After a refusal, the places are still to be assigned. Below, waiting gradients are reduced
         # in their former places first.
@@ -769,7 +773,7 @@ class ReductionScheduler:
         again, whichever have gradients.
         """
         is_again = grads.state is SENT and self.participation is None
-        if grads.params and (grads.state is IDLE or is_again):
+        if grads.takes_part and (grads.state is IDLE or is_again):
             grads.waits_for_unit = True
             grads.state = _NEXT[grads.state, COLLECTING]
             self._queue.append(grads)
@@ -808,7 +812,7 @@ class ReductionScheduler:
         # All ranks share the order of forwards, and so its reverse.
         self._queue = []
         for grads in self.entered:
-            if grads.params:
+            if grads.takes_part:
                 grads.state = _NEXT[grads.state, COLLECTING]
                 self._queue.append(grads)
         self.entered.clear()

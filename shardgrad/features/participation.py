@@ -140,7 +140,7 @@ class _Participation:
             )
         self.is_used = True
         self._task = graph_task()
-        return [grads for grads in self._context.grad_groups if grads.params]
+        return [grads for grads in self._context.grad_groups if grads.takes_part]
 
 
 def _join_rest(context: RootContext, here: _Participation) -> None:
