@@ -437,8 +437,8 @@ def test_memory_that_only_the_second_of_two_captures_writes_is_written_once() ->
 
 
 def adversarial(graphed: Graphed) -> Values:
-    """One of two models stands still while the other learns to deceive it, in one step, and has no
-    gradients then.
+    """A layer of one of two models stands still while the other learns to deceive it, in one step,
+    and has no gradients then.
     """
     forger, critic = build(), build(2)
     for block in (*forger, *critic):
@@ -449,13 +449,13 @@ def adversarial(graphed: Graphed) -> Values:
     @graphed(forger, critic, forges, judges)
     def step(x: Tensor) -> tuple[Tensor, Tensor]:
         judges.zero_grad()
-        critic.requires_grad_(False)
+        critic[0].first.requires_grad_(False)
         forges.zero_grad()
         forged = forger(x)
         deceived = critic(forged).square().mean()
         deceived.backward()
         forges.step()
-        critic.requires_grad_(True)
+        critic[0].first.requires_grad_(True)
         judged = (critic(forged.detach()) - critic(x)).square().mean()
         judged.backward()
         judges.step()
@@ -499,12 +499,12 @@ def test_a_model_that_is_thawed_or_written_while_it_is_unsharded_is_the_same_ste
 
 
 @on_virtual_ranks(1)
-def test_a_model_that_is_frozen_without_gradients_is_refused_by_name_and_trains_eagerly() -> None:
+def test_a_layer_that_is_frozen_without_gradients_is_refused_by_name_and_trains_eagerly() -> None:
     with pytest.raises(
         CaptureError, match="without a gradient changed inside a graphed step"
     ) as caught:
         list(adversarial(shardgrad.graphed_step))
-    assert (caught.value.where or "").startswith("parameter 0.first.weight and 5 more; ")
+    assert (caught.value.where or "").startswith("parameter 0.first.weight and 1 more; ")
     assert (caught.value.fix or "").startswith("call zero_grad() after unfreezing")
     with pytest.warns(shardgrad.UncapturableStepWarning, match="runs eagerly"):
         seen = values_of(adversarial(partial(shardgrad.graphed_step, on_uncapturable="eager")))
