@@ -54,7 +54,9 @@ def forward_around(module: nn.Module, unit: Unit, reader: nn.Module | None = Non
         if torch.is_grad_enabled() or any(each.requires_grad for each in given):
             repeated.add(dtypes)
         owner.reshard_if_stale()
-        gathers = owner.state is not ParamState.UNSHARDED
+        # The unit's forward has to clear a backward that was cut short.
+        is_cut_short = context is not None and context.backward_running
+        gathers = is_cut_short or owner.state is not ParamState.UNSHARDED
         if gathers:  # no other call is open, or it would have unsharded
             unit.copies.clear()
         calls.append(gathers)
