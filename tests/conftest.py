@@ -16,6 +16,8 @@ from tests.support.time_limits import pytest_timeout_set_timer
 
 __all__ = ["pytest_timeout_set_timer"]
 
+pytest_plugins = ["tests.simulated.plugin"]
+
 # A test that fails must fail again, and because of the change that is tested.
 hypothesis.settings.register_profile("repeatable", derandomize=True, database=None)
 hypothesis.settings.load_profile("repeatable")

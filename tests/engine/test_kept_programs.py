@@ -1,7 +1,7 @@
 """Programs that people wrote, or that once failed, are kept as data and agree with plain torch.
 
-`tests/fuzz/programs` says what a program is, and draws others at random; tests/simulated runs those
-on simulated devices.
+`tests/fuzz/programs` says what a program is, and draws others at random. Those on simulated devices
+are run by `test_simulated_programs.py`, here and in tests/graphs.
 """
 
 from __future__ import annotations

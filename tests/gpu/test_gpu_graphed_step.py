@@ -1,7 +1,7 @@
 """Whole training steps as one graph of a real device: the same bits as eager, on one rank.
 
 On a machine with a GPU: `make test ARGS="tests/gpu"`; without one `make test-cuda`. What a graph
-does with more ranks is shown by tests/simulated.
+does with more ranks is shown by tests/graphs/test_simulated_*.
 """
 
 from __future__ import annotations

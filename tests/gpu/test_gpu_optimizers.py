@@ -1,5 +1,5 @@
 """Clip and step on one device. How a captured update follows a schedule and skips is shown by
-`tests/simulated/test_simulated_optimizers.py`, and for whole programs by random ones.
+`tests/optim/test_simulated_optimizers.py`, and for whole programs by random ones.
 
 On a machine with a GPU: `make test ARGS="tests/gpu"`; without one `make test-cuda`.
 """

@@ -18,22 +18,16 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 TESTS = {
     "shardgrad/engine": (
-        "tests/fuzz/test_programs.py tests/simulated/test_simulated_engine.py"
-        " tests/simulated/test_not_too_strong.py tests/engine/test_kept_programs.py"
-        " tests/engine/test_gradients_kept.py tests/test_module.py"
-        " tests/features/test_custom_comms.py tests/engine tests/simulated/test_matrix.py"
-        " tests/checks tests/features tests/optim/test_clips_and_zeroes.py tests/sharding"
-        " tests/mistakes"
+        "tests/engine/test_random_programs.py tests/engine/test_kept_programs.py"
+        " tests/engine/test_gradients_kept.py tests/engine tests/test_module.py tests/checks"
+        " tests/features tests/optim/test_clips_and_zeroes.py tests/sharding tests/mistakes"
     ),
     "shardgrad/sharding": (
         "tests/sharding tests/mistakes tests/engine/test_kept_programs.py tests/features"
     ),
-    "shardgrad/optim": "tests/optim tests/fuzz/test_programs.py"
-    " tests/simulated/test_simulated_optimizers.py",
-    "shardgrad/graphs": "tests/graphs tests/simulated/test_simulated_graphed_calls.py"
-    " tests/simulated/test_simulated_graphed_step.py"
-    " tests/simulated/test_simulated_graph_borders.py",
-    "csrc/cpu": "tests/ops tests/optim tests/fuzz/test_programs.py",
+    "shardgrad/optim": "tests/optim tests/engine/test_random_programs.py",
+    "shardgrad/graphs": "tests/graphs",
+    "csrc/cpu": "tests/ops tests/optim tests/engine/test_random_programs.py",
 }
 _IN_CPP = {
     " < ": " <= ",

@@ -13,7 +13,7 @@
 | `shrink.py` | makes a program that fails small |
 | `defects.py` | defects that the engine once had, to see that they are found |
 | `streams.py` | the streams of a device, as a careful program uses them |
-| `seeds/` | kept programs, which tests/engine, tests/simulated and tests/gpu run |
+| `seeds/` | kept programs, which tests/engine, tests/graphs and tests/gpu run |
 
     python -m tests.fuzz.programs --seed 7 --count 200
     python -m tests.fuzz.programs --world cuda1    # on torch.cuda, with or without a GPU

@@ -10,7 +10,6 @@ import fcntl
 import hashlib
 import importlib.machinery
 import importlib.util
-import shutil
 import sys
 import sysconfig
 from pathlib import Path
@@ -26,11 +25,6 @@ _SOURCES = Path(__file__).with_name("csrc")
 _CACHE = Path(__file__).parents[3] / "build" / "simulated"
 # -O1: the kernels are torch's own, and compiling takes half the time.
 _FLAGS = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"]
-
-
-def compiler() -> str | None:
-    """Returns the path of g++, or None if there is none."""
-    return shutil.which("g++")
 
 
 def _digest() -> str:

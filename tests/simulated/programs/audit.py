@@ -17,6 +17,7 @@ KEPT = {
     for path in sorted((Path(programs.__file__).parent / "seeds").glob("*.json"))
     if (program := Program.from_json(path.read_text())).world.startswith("sim")
 }
+GRAPHED = [name for name in KEPT if any(op.do == "graphed" for op in KEPT[name].ops)]
 
 
 def run(name: str) -> Outcome:
