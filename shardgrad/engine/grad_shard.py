@@ -53,7 +53,7 @@ from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
 from functools import cache
 from itertools import repeat
-from operator import add, attrgetter, gt, is_, is_not, ne
+from operator import add, attrgetter, is_, is_not, ne
 from typing import cast
 
 import torch
@@ -371,26 +371,26 @@ class GradShard:
         self._brought.record(streams.current())
 
     def bind(self, touched: tuple[bool, ...], streams: Streams) -> None:
-        """Binds the gradients that were `touched` on this rank; `decide` binds others.
+        """Binds the gradients that any rank has `touched`; `decide` does, if this one lacks some.
 
         Streams: if some were not touched, copies the flags to the host on the current one.
         """
         # If this rank has a gradient for every parameter, other ranks can add none.
-        self.flagged = list(touched)
-        if not all(touched):
-            if self.is_captured:  # cannot read from the device
-                self.flagged = list(self._seen.get(touched, (True,) * len(touched)))
-            elif self._brought is not None:  # along with the gradients
-                self._told = touched, self.flags, self._brought
-            else:
-                flags = torch.empty_like(self.flags, device="cpu", pin_memory=self.flags.is_cuda)
+        if all(touched):
+            self._bind(touched)
+        elif self.is_captured:  # cannot read from the device
+            self._bind(self._seen.get(touched, (True,) * len(touched)))
+        else:
+            flags, arrived = self.flags, self._brought
+            if arrived is None:  # else they come along with the gradients
+                flags = torch.empty_like(flags, device="cpu", pin_memory=flags.is_cuda)
                 flags.copy_(self.flags, non_blocking=True)
                 arrived = streams.event()
                 arrived.record(streams.current())
-                self._told = touched, flags, arrived
-        self._bind(self.flagged)
+            self._told = touched, flags, arrived
 
     def _bind(self, places: Sequence[bool]) -> None:
+        self.flagged = list(places)
         for place, (param, live) in enumerate(zip(self.params, places, strict=True)):
             if not live:
                 continue
@@ -415,7 +415,7 @@ class GradShard:
                     hook(param)
 
     def decide(self) -> None:
-        """Binds gradients that only other ranks had. Blocks the host until their flags arrive.
+        """Binds gradients if this rank lacks some. Blocks the host until the flags arrive.
 
         See [Note: Missed parameters].
         """
@@ -424,10 +424,9 @@ class GradShard:
             touched, flags, arrived = told
             arrived.wait_on_host()
             pairs = zip(touched, flags.tolist(), strict=True)
-            self.flagged = [here or flag > 0 for here, flag in pairs]
-            self._seen[touched] = tuple(self.flagged)
-            # Gradients of this rank are bound already.
-            self._bind(list(map(gt, self.flagged, touched)))
+            seen = self._seen[touched] = tuple([here or flag > 0 for here, flag in pairs])
+            # All at once, so that hooks run in the same order on every rank.
+            self._bind(seen)
         if self._brought is not None:
             self._brought.wait_on_host()
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.support.parity import SHARDGRAD, Half
+from tests.support.parity import SHARDGRAD, Half, stack
 from tests.support.ranks import on_ranks
 
 
@@ -14,6 +15,15 @@ class First(nn.Linear):
 
     def forward(self, x: Tensor, *ignored: Tensor) -> Tensor:
         return super().forward(x)
+
+
+@on_ranks(2)
+def test_hooks_run_in_the_same_order_on_ranks_that_use_different_parameters() -> None:
+    model, seen = SHARDGRAD.shard(stack(5, 5, 5)), []
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(seen.append)
+    model[2 * dist.get_rank()](torch.ones(1, 5)).sum().backward()
+    assert [*map(id, seen)] == [*map(id, model.parameters())]
 
 
 @on_ranks(2)
