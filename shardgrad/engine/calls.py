@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardgrad.engine.param_group import ParamState
-from shardgrad.engine.unit import Arguments, Unit, graph_task
+from shardgrad.engine.param_group import ParamState, graph_task
+from shardgrad.engine.unit import Arguments, Unit
 
 
 def forward_around(module: nn.Module, unit: Unit, reader: nn.Module | None = None) -> None:

@@ -847,12 +847,12 @@ class ReductionScheduler:
             reduction = grads.launch(self.comm_ctx, all_reduces=all_reduces)
             # At most two groups' gradients exist at once, those being sent and the next ones: end
             # the reduction before, if it still keeps zero-copy gradients alive.
-            earlier = self._launched[-1] if self._launched else None
-            slot = None if earlier is None else earlier.slot
-            if earlier is not None and slot is not None and slot.lent:
-                earlier.complete()
-                if slot is not reduction.slot:
-                    slot.return_lent()
+            for earlier in self._launched[-1:]:
+                slot = earlier.slot
+                if slot is not None and slot.lent:
+                    earlier.complete()
+                    if slot is not reduction.slot:
+                        slot.return_lent()
             self._launched.append(reduction)
         else:
             # Even without a gradient on this rank: others may have one.

@@ -60,6 +60,10 @@ from shardgrad.sharding.shardable import from_bytes, stored_shape, travels_as_by
 from shardgrad.sharding.zero_copy import is_zero_copy
 from shardgrad.sharding.zero_stage import Stage
 
+# -1 unless autograd runs a backward on this thread. A forward is then a recomputation, or is called
+# by a hook.
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
+
 _VERSION, _STEPS_TAKEN = attrgetter("_version"), attrgetter("steps_taken")
 _STORAGE = torch.Tensor.untyped_storage
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -690,9 +694,12 @@ class ParamGroup:
         Streams: on the gather stream, after the parameters were last written. Capture: safe after
         the first call.
         """
-        # Stage 1 or 2, an evaluation, or a graph that backward reads again may have left it filled.
+        # Stage 1 or 2, an evaluation, or a graph that backward reads again may have left it filled,
+        # or it was prefetched. In forward, the program may have written the shard since.
         if self.is_filled or self.in_flight is not None:
-            return
+            if graph_task() != -1 or self._versions() == self._gathered_versions:
+                return
+            self.reshard(drop_kept=True)
         versions, gathered = self._versions(), self._gathered_versions
         if versions[0][0] != gathered[0][0]:
             # The shard was filled on the current stream, at first or with replaced parameters.
@@ -874,10 +881,7 @@ class ParamGroup:
 
     def reshard_if_stale(self) -> None:
         """Reshards if an optimizer or in-place operation has written the shard since the gather."""
-        # The kept values predate the last optimizer step. In a steady step none are kept, and
-        # versions need not be compared.
-        is_kept = self.is_filled or self.in_flight is not None or self.state is not SHARDED
-        if is_kept and self._versions() != self._gathered_versions:
+        if self._versions() != self._gathered_versions:
             self.reshard(drop_kept=True)
 
     def _versions(self) -> list[Any]:

@@ -30,7 +30,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum, auto
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.grad_group import GradGroup, ReductionScheduler, ReductionSettings
 from shardgrad.engine.grad_shard import GradMemory
-from shardgrad.engine.param_group import SHARDED, ParamGroup
+from shardgrad.engine.param_group import SHARDED, ParamGroup, graph_task
 from shardgrad.engine.streams import is_capturing, wait_for_device
 from shardgrad.engine.tracing import NOTHING, outside_graphs, span
 from shardgrad.errors import AsleepError, UnsupportedError
@@ -56,11 +56,8 @@ UNIT = "_shardgrad_unit"
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
+_IS_TRAINED = attrgetter("takes_part")
 _TENSORS = {torch.Tensor}  # the usual arguments, which need no `tree_flatten`
-
-# -1 unless autograd runs a backward on this thread. A forward is then a recomputation, or is called
-# by a hook.
-graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 @dataclass(slots=True)
@@ -447,10 +444,10 @@ class Unit:
             # parameters when no hook unshards them: one that a backward has created, or one past
             # the outputs of this unit.
             is_read_again = context.reads_again or (self.held and context.retains_graph)
-            keep = is_read_again or context.participation is not None
+            keep = again or is_read_again or self.open or context.participation
             streams = context.comm_ctx.streams
             stream = streams.current()
-            if self.reshard_after_backward and not (again or self.open > 0 or keep):
+            if self.reshard_after_backward and not keep:
                 # See [Note: Branches that send nothing back] in `grad_group.py`.
                 for grads in self.grad_groups:
                     grads.order_before(stream, streams)
@@ -512,7 +509,8 @@ class Unit:
 
                 adopt(group)
                 require_data(group)
-            group.reshard_if_stale()
+            if group.state is not SHARDED:  # else `unshard` asks
+                group.reshard_if_stale()
 
     def forget_calls(self) -> None:
         """Forgets the calls whose backward has not ended, when a backward ends or has failed."""
@@ -743,6 +741,12 @@ class RootContext(ReductionScheduler):
         elif self._order[self._position : self._position + 1] == [unit]:
             self._position += 1
             following = self._order[self._position : self._position + 1]
+            # Programs average a frozen teacher in forward, just before it runs, and torch does not
+            # count every such write (`p.data`): gather its first unit only then.
+            trained = {*map(_IS_TRAINED, unit.grad_groups)}
+            for each in following:
+                if {*map(_IS_TRAINED, each.grad_groups)} == {False} != trained:
+                    following = ()
         return unit.forward_prefetch or following
 
     def after_forward(self, unit: Unit) -> AfterForward:
@@ -755,16 +759,18 @@ class RootContext(ReductionScheduler):
         is_held = unit.held and torch.is_grad_enabled()
         if is_kept or is_held or self.reads_again:
             return AfterForward.KEEP
-        reshards = unit.reshard_after_forward
+        # An evaluation may come before a backward that cannot gather them again.
+        reshards, hides = unit.reshard_after_forward, unit.held
         if reshards is None:
+            reshards = unit is not self.root
             # Backward begins with the unit that ran last in the recorded forward. Only on the CPU:
             # on a device the peak is often at the loss, and the all-gather overlaps with the
             # backward of the head.
             is_last = self._order_frozen and unit in self._order[-1:]
-            reshards = unit is not self.root
-            if is_last and reshards and self.comm_ctx.gather_ring.keeps and torch.is_grad_enabled():
-                return AfterForward.HIDE
-        return AfterForward.RESHARD if reshards else AfterForward.KEEP
+            hides |= is_last and self.comm_ctx.gather_ring.keeps and torch.is_grad_enabled()
+        if not reshards:
+            return AfterForward.KEEP
+        return AfterForward.HIDE if hides else AfterForward.RESHARD
 
     def leave_forward(self, unit: Unit) -> None:
         """Closes the forward that `unit` opened, and drops prefetched parameters that were not
@@ -782,8 +788,7 @@ class RootContext(ReductionScheduler):
                 if group.is_filled or group.in_flight is not None:
                     if self.after_forward(each) is AfterForward.RESHARD:
                         group.reshard_after_forward()
-                    if not is_kept:
-                        group.cancel_unshard()
+                    group.cancel_unshard()
             # After an evaluation, losses, clipping and optimizers find sharded parameters.
             if not torch.is_grad_enabled() and not (each.held or each.is_called_around or is_kept):
                 each.show_sharded()

@@ -26,7 +26,8 @@ import torch.distributed as dist
 from torch import nn
 
 from shardgrad.engine.grad_group import GradGroup
-from shardgrad.engine.unit import RootContext, Unit, graph_task
+from shardgrad.engine.param_group import graph_task
+from shardgrad.engine.unit import RootContext, Unit
 from shardgrad.errors import ParticipationError
 from shardgrad.features.root_of import root_of
 

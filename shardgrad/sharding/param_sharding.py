@@ -108,10 +108,8 @@ class ParamSharding:
         Streams: the current one.
         """
         unsharded = self._unsharded
-        if unsharded is None:
-            return grad
-        if not isinstance(grad, DTensor):
-            return grad  # the program has assigned a local tensor
+        if unsharded is None or not isinstance(grad, DTensor):
+            return grad  # the program may have assigned a local tensor
         wanted = tuple(
             came if axis in unsharded.data_axes else own
             for axis, (came, own) in enumerate(

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import shardgrad
 from shardgrad.errors import UnsupportedError
@@ -80,16 +79,6 @@ def clipped_step(model: nn.Module, program: Callable[[nn.Module], None]) -> list
 @on_ranks(2)
 def test_torchs_clipping_finds_every_gradient(program: Callable[[nn.Module], None]) -> None:
     torch.testing.assert_close(clipped_step(sharded_mlp(), program), clipped_step(mlp(), program))
-
-
-@on_ranks(2)
-def test_before_backward_the_root_alone_shows_unsharded_parameters() -> None:
-    model = sharded_mlp()
-    for _ in range(2):
-        loss = model(X).square().mean()
-        shown = [isinstance(layer.weight, DTensor) for layer in model]
-        assert shown == [True, True, True, False], "the last layer is the root's"
-        loss.backward()
 
 
 class Encoder(nn.Module):

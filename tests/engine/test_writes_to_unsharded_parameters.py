@@ -69,17 +69,15 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     ],
     ids=["", "kept", "stage 2", "stage 1", "to fewer"],
 )
-@pytest.mark.parametrize("flat", [False, True], ids=["torch", "flat"])
 @pytest.mark.parametrize("kind", [nn.Sequential, Recomputed], ids=["", "recomputed"])
 @on_ranks(4)
 def test_a_forward_that_normalizes_its_weight_trains_as_in_plain_torch(
-    kind: type[nn.Sequential], options: dict[str, Any], flat: bool
+    kind: type[nn.Sequential], options: dict[str, Any]
 ) -> None:
     # Backward reads the weight of the last layer, and not of the first.
     plain, model = pair(kind, Normalized, **options)
-    ours = shardgrad.optim.SGD if flat else torch.optim.SGD
     theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
-    optimizer = ours(model.parameters(), lr=0.1)
+    optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
     with warnings.catch_warnings():
         warnings.simplefilter("error", LostWorkWarning)
         for _ in range(3):
@@ -107,42 +105,36 @@ def test_what_a_unit_writes_that_ran_before_its_root_is_kept(grad: bool) -> None
         same(plain, model)
 
 
+@pytest.mark.parametrize("trains", [False, True])
 @on_ranks(2)
-def test_rows_edited_while_whole_are_saved() -> None:
-    plain, model = pair()
-    model[0].unshard()
-    with torch.no_grad():
-        plain[0].weight[:2] = 0
-        model[0].weight[:2] = 0
-    saved = model.state_dict()["0.weight"]
-    torch.testing.assert_close(saved.full_tensor(), plain[0].weight.detach())
+def test_a_layer_that_forward_writes_before_it_runs_is_gathered_after_the_write(
+    trains: bool,
+) -> None:
+    def average(layer: nn.Module) -> None:
+        for param in layer.parameters():  # torch does not count a write to `data`
+            (param.detach() if trains else param.data).mul_(0.9)
+
+    plain, model = pair(zero_stage=2 if trains else 3)
+    for each in (plain, model):
+        each[2].requires_grad_(trains)
+        each[1].register_forward_hook(lambda *_, layer=each[2]: average(layer))
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for _ in range(3):
+            train(each, optimizer)
+    same(plain, model)
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["older", "rounded"])
 @on_ranks(2)
-def test_a_write_that_would_round_the_shard_is_told_and_not_taken() -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = shardgrad.fully_shard(nn.Linear(SIZE, SIZE), mp_policy=policy)
-    before = model.weight.full_tensor().clone()
-    model.unshard()
-    with torch.no_grad():
-        model.weight.zero_()
-    with pytest.warns(LostWorkWarning, match="weight was written while unsharded"):
-        model.reshard()
-    assert torch.equal(model.weight.full_tensor(), before)
-
-
-@on_ranks(2)
-def test_of_two_writes_that_of_the_shard_stays() -> None:
-    """The shard was written since it was gathered: what is newer wins, and the other is told."""
-    _, model = pair()
-    model[2].unshard()
-    whole = model[2].weight
-    model[2].reshard()
+def test_a_write_that_the_shard_cannot_take_is_told(dtype: torch.dtype | None) -> None:
+    """The shard is newer, or more exact."""
+    _, model = pair(mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
     sharded = model[2].weight
     model[2].unshard()
     with torch.no_grad():
-        sharded.mul_(3)
-        whole.zero_()
+        if dtype is None:
+            sharded.mul_(3)
+        model[2].weight.zero_()
     expected = sharded.full_tensor().clone()
     with pytest.warns(LostWorkWarning, match=r"weight was written while unsharded"):
         model[2].reshard()
