@@ -22,7 +22,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from operator import getitem
+from operator import getitem, setitem
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -63,6 +63,11 @@ class Place:
     root: Any
     way: _Way = ()
 
+    @property
+    def where(self) -> Hashable:
+        """Equal for the same place in another search."""
+        return id(self.root), self.way
+
     def found(self) -> Any:
         """Returns the value that is there now; None if the place no longer exists."""
         value = self.root
@@ -72,15 +77,19 @@ class Place:
             return value
         return None
 
+    def holder(self) -> Place:
+        """Returns the place to assign to: this one or, for an element of a tuple, the tuple's."""
+        outer = self._outer()
+        return outer.holder() if isinstance(outer.found(), tuple) else self
+
+    def _outer(self) -> Place:
+        return Place(self.name, self.root, self.way[:-1])
+
     def put(self, value: Any) -> None:
-        """Assigns a value to this attribute or key; does nothing for an element of a sequence."""
-        *way, (get, name) = self.way
-        owner = Place(self.name, self.root, tuple(way)).found()
+        """Assigns a value to this attribute, key or index."""
+        get, name = self.way[-1]
         with suppress(*_GONE):
-            if get is getattr:
-                setattr(owner, name, value)
-            elif isinstance(owner, dict):
-                owner[name] = value
+            (setattr if get is getattr else setitem)(self._outer().found(), name, value)
 
     def key(self) -> Hashable:
         """Returns the address and host value of the tensor there. A replay reads that tensor only

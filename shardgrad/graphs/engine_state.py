@@ -191,16 +191,14 @@ class ModuleState(Capturable):
         """
         before = self._collected_from[len(self._units) :]
         now = chain.from_iterable(map(dict.items, self._registers))
-        names = [name for (name, one), old in zip(now, before, strict=False) if one is not old]
-        if names:
-            raise CaptureError(
-                f"the step replaces {names[0]}, which a replay would not do",
-                expected="the same modules, parameters and buffers as at the start of the step",
-                got=f"{len(names)} replaced",
-                where=names[0],
-                fix=f"write buffers in place: self.{names[0]}.copy_(...); "
-                "replace parameters and modules between calls",
-            )
+        for (name, one), old in zip(now, before, strict=False):
+            if one is not old:
+                raise CaptureError(
+                    f"the step replaces {name}, which a replay would not do",
+                    expected="the same modules, parameters and buffers as at the step's start",
+                    fix=f"write buffers in place: self.{name}.copy_(...); "
+                    "replace parameters and modules between calls",
+                )
 
     def _allocated_in_capture(self) -> list[GradShard]:
         known = self._with_memory

@@ -18,6 +18,7 @@ from functools import partial
 from itertools import chain
 from operator import attrgetter
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -56,8 +57,8 @@ class Reads(TorchDispatchMode):
         modules: the modules that were passed to `graphed_step`.
         objects: the objects among the step's arguments that are neither tensors nor numbers.
         pool: the pool of the graph that the block is captured in.
-        state: tensors of capturables and inputs, whose replacement the guards and the input key
-            detect.
+        state: tensors of capturables, whose replacement the guards detect.
+        inputs: the graph's inputs, which hold the next call's arguments in the next call.
         generators: the generators that were passed to `graphed_step`.
 
     Attributes:
@@ -79,6 +80,7 @@ class Reads(TorchDispatchMode):
         objects: Iterable[Any],
         pool: GraphPool,
         state: Iterable[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
         generators: Sequence[torch.Generator],
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -89,7 +91,8 @@ class Reads(TorchDispatchMode):
         # Storages that operations of the block created. While a weak reference exists, no other
         # storage, such as one that is created without an operation, gets the same identity.
         self._made: dict[int, StorageWeakRef] = {}
-        self._state = storages_of(state)
+        self._inputs = storages_of(inputs)
+        self._state = self._inputs | storages_of(state)
         self._generators = generators
         # By storage: weak references to those that existed before the block; a description and the
         # address of those on a device; and the name of the place of those that the block writes.
@@ -99,16 +102,21 @@ class Reads(TorchDispatchMode):
         # By storage: the places where the function finds it. The addresses are recorded now, since
         # the block may put another tensor there.
         self._candidates = defaultdict[int, list[tuple[Place, Hashable]]](list)
+        # By `Place.where`: the tensor there before the block, and its address.
+        self._left: list[Callable[[], object]] = []
+        self._before: dict[Hashable, tuple[Callable[[], Any], Hashable]] = {}
         registered = (chain(each.parameters(), each.buffers()) for each in modules)
         self._given = frozenset(map(id, chain.from_iterable(registered)))
         self._search = partial(closed_over, function, [*modules, *objects])
         for place, value in self._search():
             if not isinstance(value, torch.Tensor):
                 self.numbers.append((place, value))
-            elif id(value) not in self._given:  # whose addresses are guards
-                found = place, address_of(value)
+                continue
+            address = address_of(value)
+            self._before[place.where] = ref(value), address
+            if id(value) not in self._given:  # whose addresses are guards
                 for storage in storages_of([value]):
-                    self._candidates[storage].append(found)
+                    self._candidates[storage].append((place, address))
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -149,6 +157,8 @@ class Reads(TorchDispatchMode):
         is_on_device = tensor.device.type not in ("cpu", "meta")
         by_value = is_of_host(tensor) and (runs_on_host or tensor.ndim == 0)
         found = self._candidates[identity]
+        if identity in self._inputs:  # a place may hold what an earlier call has stored there
+            found = [each for each in found if self._before[each[0].where][0]() is tensor]
         if by_value and not found:
             found.append((Place("a host tensor", tensor), address_of(tensor)))
         for place, address in found:
@@ -221,10 +231,9 @@ class Reads(TorchDispatchMode):
                 "that is trained by itself",
             )
 
-    def refuse_host_work(self, buffers: Iterable[torch.Tensor]) -> None:
-        """Refuses a step that steps a schedule or appends tensors to a list, and one that stores an
-        argument and reads it in the next call: `buffers`, the graph's inputs, hold the next call's
-        arguments by then.
+    def refuse_host_work(self) -> None:
+        """Refuses a step that steps a schedule, appends tensors to a list or replaces the data of a
+        tensor, and one that stores an argument and reads it in the next call.
         """
         for place, value in self.numbers:
             # The count of a schedule of torch's is its `last_epoch`.
@@ -236,14 +245,26 @@ class Reads(TorchDispatchMode):
                     f"it changes {place.name} from {value}, which a replay would not do",
                     fix="schedule.step() after the call; return a tensor, and append it there",
                 )
-        memory = storages_of(buffers)
         for place in self.places:
-            if memory & storages_of([place.found()]):
+            if self._inputs & storages_of([place.found()]):
                 raise CaptureError(
                     f"it stores an argument in {place.name}, and reads it in the next call",
                     expected="a copy in the program's own memory",
                     got="the graph's input, which the next call overwrites",
                     fix=f"{place.name}.copy_(...), or pass it as an argument",
+                )
+
+        for place, value in self._search():
+            if not isinstance(value, torch.Tensor) or fsdp_param_of(value) is not None:
+                continue
+            before, address = self._before.get(place.where, (type(None), ()))
+            if before() is not value:
+                holder = place.holder()
+                self._left.append(partial(holder.put, holder.found()))
+            elif address_of(value) != address:
+                raise CaptureError(
+                    f"it replaces the data of {place.name}, which a replay would not do",
+                    fix=f"{place.name}.copy_(...)",
                 )
 
     def written(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -266,17 +287,11 @@ class Reads(TorchDispatchMode):
         allocates it without a dispatched operation, so it looked like memory of the program.
 
         Returns:
-            Functions to call after each replay. They assign the tensors that the block made and
-            left in attributes and dictionaries that the function closes over, such as a loss for
-            the log. A replay has written these tensors.
+            Functions to call after each replay. They assign the tensors that the block has put
+            into attributes, dictionaries and lists that the function closes over: those that it
+            made, such as a loss for the log, which a replay has written; and others, such as two
+            buffers that it has exchanged.
         """
-        left = [
-            partial(place.put, value)
-            for place, value in self._search()
-            if isinstance(value, torch.Tensor)
-            and not isinstance(value, nn.Parameter)
-            and storages_of([value]) <= self._made.keys()
-        ]
         self._made.clear()
         own = list(self._pool.segments())
         self._on_device = {
@@ -284,7 +299,7 @@ class Reads(TorchDispatchMode):
             for memory, (what, address) in self._on_device.items()
             if not any(begin <= address < end for begin, end in own)
         }
-        return left
+        return self._left
 
     def changed(self) -> list[str]:
         """Returns what a replay would read other than an eager step: tensors that the block read

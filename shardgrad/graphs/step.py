@@ -442,12 +442,13 @@ class GraphedStep(Generic[_P, _R]):
             self._modules,
             buffers.objects,
             self.pool,
-            chain(self._state(), buffers.buffers),
+            self._state(),
+            buffers.buffers,
             self._generators,
         )
         with captured.captured(), reads:
             outputs = detached(self._function(*args, **kwargs))
-            reads.refuse_host_work(buffers.buffers)
+            reads.refuse_host_work()
             buffers.note_writes(reads, inputs)
             if self.pool.device.type == "cuda":
                 require_launch_order(reads.groups)

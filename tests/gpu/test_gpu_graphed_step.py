@@ -186,20 +186,25 @@ def test_what_a_step_writes_into_its_arguments_is_there_after_it(
 def test_tensors_that_a_step_leaves_in_attributes_are_those_of_the_latest_call(
     graphed: Graphed, device: torch.device
 ) -> Values:
-    """The log has a graph's loss, and after it that of another graph; then the program drops it."""
+    """The log has a graph's loss, and after it that of another graph; then the program drops it.
+    Each call writes one of two tensors, and exchanges them.
+    """
     model, log = build(), dict[str, Tensor]()
+    turns = [tuple(torch.arange(2.0, device=device))]
     model[0].register_forward_hook(lambda unit, _, output: setattr(unit, "scale", output.norm()))
 
     @graphed(model, warmup=WARMUP)
     def step(x: Tensor) -> None:
         loss = loss_of(model, x)
-        log["loss"] = loss.detach()
+        log["loss"], log["batch"] = loss.detach(), x
+        turns[0] = turns[0][::-1]
+        turns[0][0].add_(log["loss"])
         loss.backward()
         model.zero_grad()
 
     for number in range(STEPS):
-        step(batch(number, device)[number % 2 :])
-        yield log, model[0].scale
+        step(batch(number, device)[number // 3 % 2 :])
+        yield log, model[0].scale, turns
         if number % 3 == 0:
             log.clear()
 

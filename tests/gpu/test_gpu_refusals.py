@@ -59,6 +59,13 @@ def inside_a_capture() -> None:
         step(x)
 
 
+def with_other_data() -> None:
+    held = torch.ones(2, device="cuda")
+    step = shardgrad.graphed_step(warmup=1)(lambda x: setattr(held, "data", x))
+    for _ in range(2):
+        step(held)
+
+
 @dataclass(frozen=True)
 class Batch:
     x: Tensor
@@ -68,11 +75,6 @@ WEIGHT = torch.nn.Parameter(torch.ones(2))
 REFUSED: dict[str, tuple[Callable[[], object], type[ShardgradError], str]] = {
     "no warm-up": (decorated(warmup=0), OptionError, "warmup=0"),
     "a pool of torch's": (decorated(pool=(0, 1)), OptionError, "a GraphPool or None"),
-    "a policy that there is not": (
-        decorated(on_uncapturable="ignore"),
-        OptionError,
-        "'raise' or 'eager'",
-    ),
     "a scaler of torch's": (
         decorated(torch.amp.GradScaler("cuda")),
         OptionError,
@@ -107,6 +109,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[ShardgradError], str]] = {
         "share memory",
     ),
     "two views, after others": (lambda: two_of_the_same(1, 2), StepInputError, "share memory"),
+    "a tensor with other data": (with_other_data, CaptureError, "replaces the data of held"),
     "a call from another thread": (in_another_thread, CaptureError, "the thread that built it"),
     "a step in a step": (inside_another_step, CaptureError, r"step\.__wrapped__"),
     "a step in a capture": (inside_a_capture, CaptureError, r"inside another step or capture"),

@@ -67,11 +67,11 @@ def test_a_compiled_region_runs_compiled_in_a_capture() -> None:
         return graph.forward
 
     double = torch.compile(lambda x: x.sin() * 2, backend=backend)
-    with Reads(lambda: None, [], [], GraphPool(CPU), [], []):
+    with Reads(lambda: None, [], [], GraphPool(CPU), [], [], []):
         assert torch.equal(double(torch.ones(4)), torch.ones(4).sin() * 2)
         assert compiled == [1]
 
 
 def test_a_step_may_make_a_sparse_tensor() -> None:
-    with Reads(lambda: None, [], [], GraphPool(CPU), [], []):
+    with Reads(lambda: None, [], [], GraphPool(CPU), [], [], []):
         assert torch.equal(torch.eye(2).to_sparse() @ torch.ones(2), torch.ones(2))

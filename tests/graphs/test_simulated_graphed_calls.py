@@ -125,7 +125,7 @@ def test_a_capture_finds_what_it_reads_and_writes_and_not_what_it_makes() -> Non
 
     pool = shardgrad.GraphPool()
     pool.follow()
-    reads = Reads(step, [], [], pool, [], [])
+    reads = Reads(step, [], [], pool, [], [], [])
     with pool.turn(), pool.capture([]) as graph, reads:
         step()
     assert {place.name for place in reads.places} == {"stays", "running", "held[0]"}
