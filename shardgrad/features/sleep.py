@@ -73,11 +73,12 @@ def sleep(
         AsleepError: the model already sleeps.
     """
     context = root_of(model, "sleep")
-    if level not in (1, 2, 3) or not (optimizer is None or hasattr(optimizer, "offload")):
+    sleepers = [each for each in (pool, optimizer) if each is not None]
+    if level not in (1, 2, 3) or not all(hasattr(each, "offload") for each in sleepers):
         raise OptionError(
-            "sleep() got an invalid level or optimizer",
-            expected="level=1, 2 or 3, and an optimizer from shardgrad.optim, or None",
-            got=f"level={level!r}, {type(optimizer).__name__}",
+            "sleep() got an invalid level, optimizer or pool",
+            expected="level=1, 2 or 3, an optimizer from shardgrad.optim, and a GraphPool, or None",
+            got=f"level={level!r}, {sleepers}",
             fix="shardgrad.sleep(model, optimizer, level=1)",
         )
     context.require_awake()
@@ -92,8 +93,8 @@ def sleep(
             fix="optimizer.zero_grad() before shardgrad.sleep(model, optimizer, level=2)",
         )
     with ExitStack() as undo:  # a refusal changes nothing, a failure loses nothing
-        for sleeper in (pool if level > 1 else None, optimizer):
-            if sleeper is not None:
+        for sleeper in sleepers:
+            if sleeper is optimizer or level > 1:
                 sleeper.offload()
                 undo.callback(sleeper.reload)
         if level > 1:

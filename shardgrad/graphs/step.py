@@ -199,7 +199,7 @@ class GraphedStep(Generic[_P, _R]):
         self._found: list[str] = []  # on a device without graphs: what a capture would not repeat
         self._thread_id = threading.get_ident()
         self._closed = False
-        self._before: Key = (), ()  # the key of the latest call
+        self._before: Key  # of the latest call
         self._news = ""  # what was new in the last call, so that it was not captured; or ""
         self._with_news = 0  # consecutive calls with something new
         self.reset()
@@ -547,6 +547,7 @@ class GraphedStep(Generic[_P, _R]):
         self._refused.clear()
         self._seen.clear()
         self._found.clear()
+        self._before = (), ()
         self.eager_steps = self.captures = self.replays = 0
 
     def close(self) -> None:

@@ -258,13 +258,14 @@ class FlatOptimizer(Optimizer):
         Capture: nothing may have been edited.
 
         Raises:
-            CaptureError, OptimizerParameterError, OptimizerStateError, OptionError: nothing was
-            changed.
+            AsleepError, CaptureError, OptimizerParameterError, OptimizerStateError, OptionError:
+            nothing was changed.
         """
         self._allocate_new()  # the model may have been on meta
         same_groups = self._contents.same_groups(self.param_groups)
         if same_groups and self._contents.same_state(self.state):
             return
+        self._require_here()
         if any(is_capturing(segment.device) for segment in self._segments):
             raise CaptureError(
                 "the optimizer's groups or state were edited during a capture",

@@ -206,6 +206,10 @@ def test_a_use_while_asleep_is_refused_and_changes_nothing() -> None:
         with pytest.raises(AsleepError, match=r"(?s)optimizer AdamW is asleep.*reload\(\)"):
             use()
     optimizer.zero_grad()
+    group = optimizer.param_groups.pop()
+    with pytest.raises(AsleepError):
+        optimizer.zero_grad()
+    optimizer.param_groups.append(group)
     shardgrad.export_table(model)  # weights are there
     shardgrad.wake(model, optimizer)
 
@@ -276,7 +280,7 @@ def test_what_cannot_sleep_is_refused() -> None:
     with pytest.raises(OptionError, match="level=1, 2 or 3"):
         shardgrad.sleep(model, level=4)
     with pytest.raises(OptionError, match=r"(?s)optimizer from shardgrad\.optim.*SGD"):
-        shardgrad.sleep(model, torch.optim.SGD(model.parameters()))
+        shardgrad.sleep(model, None, torch.optim.SGD(model.parameters()))
     for use in (shardgrad.sleep, shardgrad.wake):
         with pytest.raises(RootError, match=r"(?s)must be called with the root.*Block"):
             use(model.layers[0])
