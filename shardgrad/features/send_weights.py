@@ -17,7 +17,7 @@ from functools import partial
 from itertools import groupby
 from math import prod
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -119,19 +119,22 @@ def plan_weights(
 
     Raises:
         OptionError: a parameter is unknown or cannot be cut like this, or a rank occurs twice.
-        OptionTypeError: `dtype` is not a dtype.
+        OptionTypeError: `table`, `layout` or `dtype` is of another type.
     """
-    if not isinstance(dtype, torch.dtype | None):
+    is_dtype = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
+    if not (isinstance(table, Mapping) and isinstance(layout, Mapping) and is_dtype):
         raise OptionTypeError(
-            "plan_weights needs a dtype",
-            expected="a torch.dtype, or None for that of the trainer's memory",
-            got=repr(dtype),
-            fix="plan_weights(..., dtype=torch.bfloat16)",
+            "plan_weights needs a table, a layout and a dtype",
+            expected="export_table(model), a dictionary, and a floating dtype or None, for that of "
+            "the trainer's memory",
+            got=f"{type(table).__name__}, {type(layout).__name__}, {dtype!r}",
+            fix="plan_weights(shardgrad.export_table(model), layout, ..., dtype=torch.bfloat16)",
         )
     trainers = {
         rank for row in table.values() for having in row.holders.values() for rank in having
     }
-    if not receivers or len({*receivers} - trainers) < len(receivers):
+    ranks = {each for each in receivers if isinstance(each, int) and each >= 0} - trainers
+    if not receivers or len(ranks) < len(receivers):
         raise OptionError(
             "receivers must be distinct ranks that are not trainers",
             expected=f"each rank once, and none of the trainers {sorted(trainers)}",
@@ -142,11 +145,11 @@ def plan_weights(
     shapes: dict[str, tuple[int, ...]] = {}
     for target, cuts in layout.items():
         offset, widths = 0, set()
-        for cut in (Cut(*each) for each in cuts):
-            row = _row_of(table, cut)
+        for each in cuts:
+            cut, row = _cut_of(table, each)
             for place, receiver in enumerate(receivers):
                 begin, shape = _wanted(row, cut, place, len(receivers))
-                for (low, high), ranks in row.holders.items():
+                for (low, high), having in row.holders.items():
                     first = max(low, begin[row.dim])
                     last = min(high, begin[row.dim] + shape[row.dim])
                     if first >= last or not prod(shape):
@@ -156,7 +159,7 @@ def plan_weights(
                     placed = _replaced(inside, 0, inside[0] + offset)
                     box = _replaced(shape, row.dim, last - first)
                     # If several trainers have the same rows, distribute the receivers over them.
-                    sender = ranks[place % len(ranks)]
+                    sender = having[place % len(having)]
                     which = (sender, receiver, cut.name, sent, target, placed, box)
                     messages.append(Message(*which, dtype or row.dtype))
             offset += shape[0]
@@ -300,16 +303,20 @@ def receive_weights(
 # -- overlaps of pieces
 
 
-def _row_of(table: Mapping[str, ExportedParameter], cut: Cut) -> ExportedParameter:
+def _cut_of(table: Mapping[str, ExportedParameter], given: Any) -> tuple[Cut, ExportedParameter]:
+    is_cut = isinstance(given, tuple | list) and 0 < len(given) < 4
+    cut = Cut(*given) if is_cut else Cut(repr(given))
     row = table.get(cut.name)
-    if row is None or (cut.dim is not None and not 0 <= cut.dim < len(row.shape)):
+    are_numbers = all(isinstance(each, int | None) for each in cut[1:])
+    if row is None or not are_numbers or cut.dim not in (None, *range(len(row.shape))):
         raise OptionError(
             f"there is no parameter {cut.name} to cut along dim {cut.dim}",
-            expected="a name in export_table(model), and one of the parameter's dims, or None",
-            got=f"{cut.name!r}" if row is None else f"shape {row.shape}",
+            expected="(name, dim) or (name, dim, pieces): a name in export_table(model), one of "
+            "the parameter's dims or None, and a whole number",
+            got=f"{given!r}" + (f", shape {row.shape}" if row else ""),
             fix="see list(shardgrad.export_table(model))",
         )
-    return row
+    return cut, row
 
 
 def _wanted(

@@ -246,14 +246,15 @@ def test_scalars_are_concatenated_into_a_vector() -> None:
 @pytest.mark.parametrize(
     ("cuts", "receivers", "says"),
     [
-        ([("q", 0)], [2, 3], "there is no parameter q"),
         ([("k", 2)], [2, 3], r"(?s)along dim 2.*shape \(6, 5\)"),
         ([("k", 1)], [2, 3], r"(?s)cut into equal pieces.*2 pieces"),
         ([("k", 0, 3)], [2, 3], r"(?s)cannot be cut.*3 pieces"),
         ([("k", 0, -2)], [2, 3], r"(?s)cannot be cut.*-2 pieces"),
+        (("k", 0), [2, 3], r"(?s)no parameter 'k' .*\(name, dim\)"),
+        ([("k", 0, 1.5)], [2, 3], "a whole number"),
+        ([("k", 0)], ["2", -1], "each rank once"),
         ([("k", 0), ("o", 0)], [2, 3], r"(?s)cannot be concatenated along dim 0.*dim"),
         ([("k", 0)], [1, 2], r"(?s)distinct ranks.*trainers \[0, 1\]"),
-        ([("k", 0)], [2, 2], "each rank once"),
         ([("k", 0)], [], "each rank once"),
     ],
 )

@@ -8,7 +8,6 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -111,9 +110,6 @@ def steps() -> Iterator[tuple[str, str, Callable[[], Any]]]:
     param = nn.Parameter(torch.ones(2))
     averages = {param: torch.ones(2)}
     yield "by_a_key_that_is_no_number", "averages[Parameter]", lambda: averages[param] * 2
-    held = SimpleNamespace()
-    held.best = held.latest = torch.ones(2)
-    yield "in_the_second_of_two_variables", "held.latest", lambda: held.latest * 2
 
 
 def places_of(step: Callable[[], Any], *objects: Any) -> dict[Place, Any]:
