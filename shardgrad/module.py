@@ -88,6 +88,16 @@ def _refuse_deepcopy(self: nn.Module, memo: Any) -> NoReturn:
     )
 
 
+def _start_unshard(unit: Unit) -> CommContext:
+    """Starts the all-gather of a unit's parameters as they are now, after the current stream."""
+    context = lazy_init(unit)
+    context.require_awake()
+    unit.refresh()
+    context.parameters_written()
+    unit.unshard(context.comm_ctx)
+    return context.comm_ctx
+
+
 class _UnshardHandle(UnshardHandle):
     def __init__(self, unit: Unit) -> None:
         self._unit: Unit | None = unit
@@ -97,11 +107,10 @@ class _UnshardHandle(UnshardHandle):
         unit, self._unit = self._unit, None
         if unit is None:
             return
+        # Again, because a forward since then may have skipped this unit and dropped the prefetch,
+        # or a step may have changed the parameters.
+        comm_ctx = _start_unshard(unit)
         unit.held = True
-        comm_ctx = lazy_init(unit).comm_ctx
-        # Repeated, because a forward since then may have skipped this unit and dropped the
-        # prefetch.
-        unit.unshard(comm_ctx)
         unit.wait_for_unshard(comm_ctx)
 
 
@@ -173,14 +182,9 @@ class FSDPModule:
 
         Streams: the all-gather starts after the work already queued on the current stream.
         """
-        unit = self._unit
-        context = lazy_init(unit)
-        context.require_awake()
-        unit.refresh()
-        context.parameters_written()
-        unit.unshard(context.comm_ctx)
-        handle = _UnshardHandle(unit)
+        handle = _UnshardHandle(self._unit)
         if async_op:
+            _start_unshard(self._unit)
             return handle
         handle.wait()
         return None

@@ -71,9 +71,11 @@ def _steps_over_a_shard_that_is_being_gathered(steps: int) -> int:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(steps):
         token_loss(model, batch(step)).backward()
-        model.layers[0].unshard(async_op=True)
+        handle = model.layers[0].unshard(async_op=True)
         optimizer.step()
         optimizer.zero_grad()
+        if step == 1:  # which waits for the step, too
+            handle.wait()
     context = units_under(model)[0].context
     assert context is not None
     return len(context.comm_ctx.gather_ring.slots)
