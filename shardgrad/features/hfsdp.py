@@ -58,7 +58,7 @@ class HfsdpGather(AllGather):
         super().__post_init__()
         # The inner axis gathers inner shards, not chunks.
         self.table = _for_inner_shards(self.layout.table, own, levels)
-        self._filled = self.ready = self.streams.event()
+        self._filled = self.streams.event()
         # Orders the first gather after the previous use of this memory on the current stream.
         self._filled.record(self.streams.current())
         self._version: object = None

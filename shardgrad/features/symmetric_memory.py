@@ -114,8 +114,6 @@ class WindowGather(AllGather):
         stream = self.streams.gather
         with span("all_gather", name), self.streams.on(stream):
             self.comm_ctx.parameters_ready.wait(stream)
-            if self.ready is not None:
-                self.ready.wait(stream)
             self._log.record(self.tag.what)
             self._handle.barrier()
             self._window.copy_(self.chunk, non_blocking=True)
