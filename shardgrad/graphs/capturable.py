@@ -54,8 +54,8 @@ class Capturable:
         """
 
     def at_eager_border(self) -> None:
-        """Called in an eager call wherever a graph of the step would end: at eager regions and at
-        the end.
+        """Called at the end of an eager call, where a graph of the step would end. At its eager
+        regions, `guards` is.
         """
 
     def guards(self) -> Hashable:

@@ -286,8 +286,6 @@ class GraphedStep(Generic[_P, _R]):
 
         def call_region(region: Callable[[], Any]) -> None:
             nonlocal changed
-            for each in self._capturables:
-                each.at_eager_border()
             before = self._guards()
             region()
             if (now := self._guards()) != before:
