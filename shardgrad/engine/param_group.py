@@ -373,7 +373,8 @@ class GroupSpec:
         shard_memory: where shards, gradients and optimizer states live.
         stage: what each rank keeps unsharded.
         second_step: the step after the reduce-scatter; None without a second mesh axis.
-        mesh_after_forward: the neighboring ranks that an int `reshard_after_forward` reshards to.
+        mesh_after_forward: the neighboring ranks that an int `reshard_after_forward` reshards to;
+            None to reshard fully.
     """
 
     mesh: DataParallelMesh
@@ -447,7 +448,6 @@ class ParamGroup:
         gather: the all-gather of the shard; created once per root, and for a new shard.
         unsharded_memory: of the unsharded parameters, once they exist.
         keeps_memory: a reshard does not free it.
-        mesh_after_forward: see `GroupSpec`; None to reshard fully.
         alignment: elements; offsets in chunks are multiples of it.
         grads: the GradGroup, of a higher floor, that reduces its gradients.
     """
@@ -464,7 +464,6 @@ class ParamGroup:
         self.gradient_policy = spec.gradient_policy
         self.shard_memory = spec.shard_memory
         self.stage = spec.stage
-        self.mesh_after_forward = spec.mesh_after_forward
         self.params = list(params)
         for p in self.params:
             p.group = self
@@ -649,7 +648,6 @@ class ParamGroup:
                 view.copy_(local_of(p.sharded))
                 p.alias(view)
         smaller.collectives, smaller.keeps_memory = self.collectives, self.keeps_memory
-        smaller.mesh_after_forward = self.mesh_after_forward
         smaller._note_params()
         return smaller
 

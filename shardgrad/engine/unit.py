@@ -27,7 +27,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum, auto
 from itertools import chain
 from operator import attrgetter, is_
@@ -163,7 +163,7 @@ class Unit:
         """Changes the flag. Also cancels an integer `reshard_after_forward`."""
         self.reshard_after_forward = flag
         for group in self.groups:
-            group.mesh_after_forward = None
+            group.spec = replace(group.spec, mesh_after_forward=None)
 
     @property
     def is_root(self) -> bool:
@@ -485,15 +485,11 @@ class Unit:
             if not grads.gradients:
                 grads.pack_stream = stream
 
-    def reshard(self, *, drop_kept: bool = False, ends_step: bool = False) -> None:
-        """Reshards every group; see `ParamGroup.reshard`.
-
-        `ends_step` drops what is kept of groups that an update follows for, of which torch may
-        count nothing.
-        """
+    def reshard(self, *, drop_kept: bool = False) -> None:
+        """Reshards every group; see `ParamGroup.reshard`."""
         self.held = self.is_called_around = False
-        for grads in self.grad_groups:
-            grads.group.reshard(drop_kept=drop_kept or (ends_step and grads.takes_part))
+        for group in self.groups:
+            group.reshard(drop_kept=drop_kept)
 
     def show_sharded(self) -> None:
         """Registers the sharded parameters of every group, but keeps the unsharded memory."""
@@ -816,7 +812,7 @@ class RootContext(ReductionScheduler):
                 unit.forget_calls()
                 is_kept = self.reads_again or (unit.held and self.retains_graph)
                 if unit.reshard_after_backward and not is_kept:
-                    unit.reshard(ends_step=is_last and unit.reductions.are_final)
+                    unit.reshard()
                 elif self.reads_again or is_last:
                     # Modules show the sharded parameters, which have the gradients, so that torch's
                     # clipping finds them. Between micro-batches, pipeline schedules use the

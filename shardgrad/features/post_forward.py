@@ -109,10 +109,11 @@ class PostForwardGroup(ParamGroup):
 
     def reshard_after_forward(self) -> None:
         """Reshards to fewer ranks."""
-        if self.mesh_after_forward is None:
+        mesh = self.spec.mesh_after_forward
+        if mesh is None:
             self.reshard()
         elif self.state is ParamState.UNSHARDED and self.gather is not None:
-            smaller = self._smaller_gather(self.gather.comm_ctx, self.mesh_after_forward)
+            smaller = self._smaller_gather(self.gather.comm_ctx, mesh)
             smaller.fill()
             self.reshard()
             smaller.register()
