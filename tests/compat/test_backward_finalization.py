@@ -130,6 +130,11 @@ def test_a_finalization_in_the_wrong_place_is_refused_by_name() -> None:
     model.set_reduce_scatter_max_input_buffers(1)  # completes the second in flight
     handle.wait()
     _backward(model).finalize_backward()
+    model.zero_grad()
+    model.unshard()
+    model.head.weight.grad = torch.ones_like(model.head.weight)
+    model.finalize_backward()  # which finds it, though no forward has run
+    assert (model.head.weight.grad.to_local() == 1).all()
     model.set_manual_backward_finalization(False)
     _backward(model)
 

@@ -102,6 +102,7 @@ def test_torchs_function_fills_a_meta_model_as_under_fsdp2(
 def meta_tower(engine: Engine) -> nn.Module:
     with torch.device("meta"):
         model = tower()
+        model.register_buffer("seen", torch.zeros(3), persistent=False)
     return engine.shard_tower(model)
 
 

@@ -6,10 +6,14 @@ evaluations; those of `tests/silent/cases` call other methods, and use weights w
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import shardgrad
 from tests.support.parity import (
@@ -34,7 +38,7 @@ class WithALoss(Tower):
 class Asking(nn.Linear):
     """Runs the model that it is a part of, and then itself."""
 
-    def forward(self, x: Tensor, model: nn.Module | None = None) -> Tensor:
+    def forward(self, x: Tensor, model: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         return super().forward(x if model is None else model(x))
 
 
@@ -55,6 +59,23 @@ def test_a_part_may_call_the_model_that_it_is_of(
                 loss = part(x, model).square().mean()
         loss.backward()
         model(x).square().mean().backward()
+    return engine.snapshot(model)
+
+
+@on_ranks(2)
+@as_unsharded
+def test_a_part_that_another_one_calls_may_have_a_backward_of_its_own(engine: Engine) -> Tensors:
+    """After a call that fails, of which nothing is left."""
+    torch.manual_seed(0)
+    unit = nn.Sequential(Asking(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    model = engine.shard(unit, nn.Sequential(unit, nn.Tanh()), reshard_after_forward=True)
+    x, kept = engine.inputs(0, WIDTH).requires_grad_(), list[Tensor]()
+    with suppress(RuntimeError):
+        unit[0](x[:, 1:])
+    unit[0](x, lambda x: kept.append(unit[1](x)) or kept[0].detach()).square().mean().backward()
+    kept[0].square().mean().backward()
+    model(x)
+    assert engine.whole_batch or isinstance(unit[0].weight, DTensor)
     return engine.snapshot(model)
 
 

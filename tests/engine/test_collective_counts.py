@@ -6,12 +6,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable import checkpoint
 from torch.profiler import ProfilerActivity, profile
 
 from tests.support.parity import (
@@ -142,18 +144,20 @@ def test_micro_batches_communicate_no_more_often_than_under_fsdp2(
     worlds[ranks].renewed().run(as_often_as_fsdp2, switch, ranks // 2, reshard, gathers)
 
 
-@pytest.mark.parametrize("to_inputs", [False, True])
+@pytest.mark.parametrize(("to_inputs", "calls"), [(False, 1), (True, 1), (False, 2)])
 @on_ranks(2)
-def test_a_unit_that_is_called_three_times_is_reduced_once(*, to_inputs: bool) -> None:
+def test_a_unit_that_is_called_three_times_is_reduced_once(*, to_inputs: bool, calls: int) -> None:
     """And gathered once, where FSDP2 gathers it for each call; before backward ends."""
     layer = nn.Linear(WIDTH, WIDTH)
     model = SHARDGRAD.shard(layer, nn.Sequential(layer, layer, layer, nn.Linear(WIDTH, 1)))
-    loss = model(torch.ones(2, WIDTH, requires_grad=to_inputs)).sum()
+    x = torch.ones(2, WIDTH, requires_grad=to_inputs)
+    loss = sum(model(x).sum() for _ in range(calls))
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         loss.backward()
     names = [event.name.split(" (")[0] for event in profiled.events()]
     expected = [GATHERS, REDUCTIONS, "FSDP::root_post_backward_callback", REDUCTIONS]
-    assert [name for name in names if name in expected] == expected
+    # After two forwards the unit that ran last is still unsharded.
+    assert [name for name in names if name in expected] == expected[calls - 1 :]
 
 
 @on_ranks(2)
@@ -174,3 +178,24 @@ def test_graphs_of_older_forwards_are_reduced_in_one_order_though_ranks_use_othe
             loss.backward()
         runs.append(SHARDGRAD.snapshot(model))
     assert_same_bits(*runs)
+
+
+@on_ranks(2)
+def test_the_next_all_gather_begins_before_a_unit_waits_for_its_own() -> None:
+    """Or that of a unit which the program names; whatever has failed or run alone before."""
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(5)]
+    checkpoint(layers[2])  # nothing is gathered for what runs again
+    model = SHARDGRAD.shard(*layers, nn.Sequential(*layers), reshard_after_forward=True)
+    layers[0].set_modules_to_forward_prefetch([layers[2]])
+    layers[2].set_modules_to_forward_prefetch([layers[3]])
+    layers[4].set_modules_to_backward_prefetch([layers[2]])
+    with suppress(RuntimeError):
+        model(torch.ones(1))
+    for called in (layers[3], model, model, layers[3], model):
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            called(torch.ones(2, WIDTH)).sum().backward()
+    names = (event.name.partition("::all_gather")[2] for event in profiled.events())
+    assert "".join(names).replace("_copy_out", "->") == (
+        " (0) (2)-> (0) (1)-> (1) (3)-> (2) (4)-> (3)-> (4)"
+        " (4) (2)-> (4) (3)-> (3) (1)-> (2) (0)-> (1)-> (0)"
+    )

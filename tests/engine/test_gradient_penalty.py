@@ -122,9 +122,9 @@ def by_a_transform(model: nn.Module, x: Tensor) -> None:
 
 
 def of_each_row(model: nn.Module, x: Tensor) -> None:
-    g = torch.func.vmap(torch.func.grad(lambda row: model(row).square().sum()))(x)
     with torch.no_grad():
-        assert torch.func.vmap(model)(x).shape == g.shape
+        assert torch.func.vmap(model)(x).shape == x.shape
+    g = torch.func.vmap(torch.func.grad(lambda row: model(row).square().sum()))(x)
     per_row(g).backward()
 
 

@@ -53,18 +53,23 @@ class TwoDtypes(nn.Module):
         return self.narrow(torch.tanh(self.wide(x)).float())
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", ["before", "after", "later"])
 @on_ranks(2)
 def test_only_trainable_elements_of_a_unit_are_reduced(when: str) -> None:
-    """Frozen before sharding, or afterwards; it is 144 elements that would travel too."""
+    """Frozen before sharding, afterwards, or with a gradient that is reset then; it is 144 elements
+    that would travel too.
+    """
     sent: dict[str, int] = {}
     for engine in (SHARDGRAD, FSDP2):
         model = stack(8, 16, 4)
         if when == "before":
             model[0].requires_grad_(False)
         engine.fully_shard(model, reshard_after_forward=False)
-        if when == "after":
-            model[0].requires_grad_(False)
+        for is_frozen in (False, True) if when == "later" else ():
+            model[0].requires_grad_(not is_frozen)
+            engine.loss(model, 0, 8).backward()
+        model.zero_grad()
+        model[0].requires_grad_(False)
         counts: list[int] = []
         loss = engine.loss(model, 0, 8)
         with watching_collectives(lambda name, chunk, into=counts: into.append(chunk.numel())):

@@ -92,7 +92,9 @@ class Both:
 
     def assign(self) -> None:
         place = self.rng.randrange(LAYERS)
-        if place not in self.spoiled:
+        if place not in self.spoiled & ROOT:  # what was found was of the former gradient
+            self.poisoned.discard(place)
+            self.spoiled.discard(place)
             for params in (self.params, self.right):
                 params[place].grad = torch.ones_like(params[place])
 
