@@ -485,11 +485,15 @@ class Unit:
             if not grads.gradients:
                 grads.pack_stream = stream
 
-    def reshard(self, *, drop_kept: bool = False) -> None:
-        """Reshards every group; see `ParamGroup.reshard`."""
+    def reshard(self, *, drop_kept: bool = False, ends_step: bool = False) -> None:
+        """Reshards every group; see `ParamGroup.reshard`.
+
+        `ends_step` drops what is kept of groups that an update follows for, of which torch may
+        count nothing.
+        """
         self.held = self.is_called_around = False
-        for group in self.groups:
-            group.reshard(drop_kept=drop_kept)
+        for grads in self.grad_groups:
+            grads.group.reshard(drop_kept=drop_kept or (ends_step and grads.takes_part))
 
     def show_sharded(self) -> None:
         """Registers the sharded parameters of every group, but keeps the unsharded memory."""
@@ -812,7 +816,7 @@ class RootContext(ReductionScheduler):
                 unit.forget_calls()
                 is_kept = self.reads_again or (unit.held and self.retains_graph)
                 if unit.reshard_after_backward and not is_kept:
-                    unit.reshard()
+                    unit.reshard(ends_step=is_last and unit.reductions.are_final)
                 elif self.reads_again or is_last:
                     # Modules show the sharded parameters, which have the gradients, so that torch's
                     # clipping finds them. Between micro-batches, pipeline schedules use the

@@ -5,13 +5,15 @@ Optimizer states are always sharded. A stage decides the rest:
 
 | stage | parameters                   | gradients                            |
 |-------|------------------------------|--------------------------------------|
-| 1     | unsharded from step to step  | unsharded until the last micro-batch |
-| 2     | unsharded from step to step  | sharded                              |
+| 1     | unsharded during a step      | unsharded until the last micro-batch |
+| 2     | unsharded during a step      | sharded                              |
 | 3     | unsharded while a unit runs  | sharded                              |
 
 A program sees the same in all stages: shards outside of forward and backward. Unsharded memory that
-is kept serves the unit's next forward. It is dropped once its shard has been written, by an
-optimizer's step or by an in-place operation on a sharded parameter.
+is kept serves the unit's next forward. It is dropped at the end of a step's last backward, unless
+the unit is frozen: an update follows, and torch counts no writes by `torch._foreach_*_` or through
+`data`. It is also dropped once its shard has been written, by an optimizer's step or by an in-place
+operation on a sharded parameter.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ class Stage:
     """One of the ZeRO stages. See [Note: Stages].
 
     Attributes:
-        keeps_unsharded: unsharded parameters are kept until their shard is written.
+        keeps_unsharded: unsharded parameters are kept until a step's last backward ends, or their
+            shard is written.
         sums_unsharded: a backward that is not the last adds to an unsharded gradient and reduces
             nothing.
         over_both_axes: an HSDP mesh is sharded over its outer axis too; see [Note: Two levels] in
