@@ -640,16 +640,17 @@ class RootContext(ReductionScheduler):
         Every rank must call it, because it decides which units are all-gathered again.
         """
         self.free_gradients()
+        # Free what the program has not asked to keep, so that it is gathered again: the root after
+        # an evaluation, the unit that backward begins with, and, where training goes on after
+        # evaluations, what a stage keeps. Modules have shown the shards since, and torch does not
+        # count every write to them (`torch._foreach_*_`, `p.data.copy_()`).
+        is_free = self._ran_forward and not self.reads_again
+        trains_on = self.ran_last is None and torch.is_grad_enabled()
         for unit in self.units:
-            # Free what the program has not asked to keep, so that it is gathered again: the root
-            # after an evaluation, and the unit that backward begins with. Modules have shown the
-            # shards since, and torch does not count every write to them (`torch._foreach_*_`,
-            # `p.data.copy_()`).
-            is_free = self._ran_forward and not self.reads_again
             if is_free and unit.reshard_after_forward is None:
                 for group in unit.groups:
                     if group.is_filled and group.state is SHARDED:
-                        group.reshard()
+                        group.reshard(drop_kept=trains_on)
             unit.refresh()
 
     def crosses_border(self) -> bool:

@@ -11,9 +11,10 @@ Optimizer states are always sharded. A stage decides the rest:
 
 A program sees the same in all stages: shards outside of forward and backward. Unsharded memory that
 is kept serves the unit's next forward. It is dropped at the end of a step's last backward, unless
-the unit is frozen: an update follows, and torch counts no writes by `torch._foreach_*_` or through
-`data`. It is also dropped once its shard has been written, by an optimizer's step or by an in-place
-operation on a sharded parameter.
+the unit is frozen, and where training goes on after an evaluation: an update follows, or weights
+that were lent to the evaluation are put back, and torch counts no writes by `torch._foreach_*_` or
+through `data`. It is also dropped once its shard has been written, by an optimizer's step or by an
+in-place operation on a sharded parameter.
 """
 
 from __future__ import annotations
