@@ -78,18 +78,21 @@ class Place:
         return None
 
     def holder(self) -> Place:
-        """Returns the place to assign to: this one or, for an element of a tuple, the tuple's."""
-        outer = self._outer()
-        return outer.holder() if isinstance(outer.found(), tuple) else self
+        """Returns the place to assign to: this one or, in a tuple or a frozen object, that of the
+        whole.
+        """
+        if self.put(self.found()) or len(self.way) == 1:
+            return self
+        return Place(self.name, self.root, self.way[:-1]).holder()
 
-    def _outer(self) -> Place:
-        return Place(self.name, self.root, self.way[:-1])
-
-    def put(self, value: Any) -> None:
-        """Assigns a value to this attribute, key or index."""
-        get, name = self.way[-1]
+    def put(self, value: Any) -> bool:
+        """Assigns a value to this attribute, key or index. Returns whether it could."""
+        *way, (get, name) = self.way
+        owner = Place(self.name, self.root, tuple(way)).found()
         with suppress(*_GONE):
-            (setattr if get is getattr else setitem)(self._outer().found(), name, value)
+            (setattr if get is getattr else setitem)(owner, name, value)
+            return True
+        return False
 
     def key(self) -> Hashable:
         """Returns the address and host value of the tensor there. A replay reads that tensor only
