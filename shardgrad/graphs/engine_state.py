@@ -195,7 +195,6 @@ class ModuleState(Capturable):
             if one is not old:
                 raise CaptureError(
                     f"the step replaces {name}, which a replay would not do",
-                    expected="the same modules, parameters and buffers as at the step's start",
                     fix=f"write buffers in place: self.{name}.copy_(...); "
                     "replace parameters and modules between calls",
                 )

@@ -168,8 +168,6 @@ class Reads(TorchDispatchMode):
             if runs_on_host:
                 raise CaptureError(
                     f"it writes {name} on the host, so a replay would not write it",
-                    expected="writes to device memory",
-                    got="an operation on the host",
                     where=name,
                     fix="keep it on the device, or write it after the call or in "
                     "shardgrad.graphs.outside",
@@ -182,9 +180,6 @@ class Reads(TorchDispatchMode):
             if stream not in (None, self._pool.stream):
                 raise CaptureError(
                     "it writes on a stream that is not captured, so a replay would not write",
-                    expected="a stream that waits for the step's stream, and that the step waits "
-                    "for",
-                    got=str(stream),
                     fix="inside the step, side.wait_stream(torch.cuda.current_stream()) before "
                     "that work, and torch.cuda.current_stream().wait_stream(side) after it",
                 )
@@ -225,8 +220,6 @@ class Reads(TorchDispatchMode):
             raise CaptureError(
                 f"it uses {name}, which is no parameter of a module that was passed to "
                 "graphed_step",
-                expected="every module that is sharded or trained, to guard and restore its state",
-                got="a parameter of none",
                 fix="graphed_step(..., module); and make an nn.Parameter of a module of a tensor "
                 "that is trained by itself",
             )
@@ -249,8 +242,6 @@ class Reads(TorchDispatchMode):
             if self._inputs & storages_of([place.found()]):
                 raise CaptureError(
                     f"it stores an argument in {place.name}, and reads it in the next call",
-                    expected="a copy in the program's own memory",
-                    got="the graph's input, which the next call overwrites",
                     fix=f"{place.name}.copy_(...), or pass it as an argument",
                 )
 
