@@ -39,17 +39,21 @@ def forward_around(module: nn.Module, unit: Unit, reader: nn.Module | None = Non
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         nonlocal is_hooked
-        if unit.running or torch.compiler.is_compiling() or module not in unit.group_owning:
+        if torch.compiler.is_compiling() or module not in unit.group_owning:
+            return None
+        context, owner = unit.context, unit.group_owning[module]
+        is_inside = bool(unit.running)
+        if is_inside and owner.state is ParamState.UNSHARDED:
             return None
         given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
         dtypes = tuple(each.dtype for each in given)
-        context, owner = unit.context, unit.group_owning[module]
-        if context is not None and graph_task() != -1:
-            # A recomputation casts what the call has cast. A call inside the unit's forward, which
-            # arrives here too, has cast nothing; the unit has cast its inputs before.
+        if context is not None and (is_inside or graph_task() != -1):
+            # A recomputation casts what the call has cast. A call inside the unit's forward has
+            # cast nothing; the unit has cast its inputs before. It arrives here if it is recomputed
+            # or if the program has resharded in forward, for example by `state_dict()`.
             unit.unshard(context.comm_ctx)
             unit.wait_for_unshard(context.comm_ctx)
-            return unit.cast_inputs(args, kwargs) if dtypes in repeated else None
+            return unit.cast_inputs(args, kwargs) if dtypes in repeated and not is_inside else None
         # A reentrant checkpoint runs without grad, as does a metric that nothing repeats.
         if torch.is_grad_enabled() or any(each.requires_grad for each in given):
             repeated.add(dtypes)

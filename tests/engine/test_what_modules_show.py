@@ -95,11 +95,13 @@ class Encoder(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with suppress(RuntimeError):
             self.features(x[:, 1:])  # of another size: what fails may be tried in another way
-        return self.head(self.features(x))
+        features = self.features(x)
+        self.state_dict()  # which reshards
+        return self.head(features)
 
 
 @on_ranks(2)
-def test_a_registered_method_may_run_inside_of_forward() -> None:
+def test_a_forward_may_call_a_registered_method_and_reshard() -> None:
     plain, model = Encoder(), Encoder()
     SHARDGRAD.shard(model.body, model)
     shardgrad.register_fsdp_forward_method(model, "features")
