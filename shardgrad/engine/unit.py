@@ -513,7 +513,9 @@ class Unit:
 
                 adopt(group)
                 require_data(group)
-            if group.state is not SHARDED:  # else `unshard` asks
+            # Not left to `unshard`, which does not ask in a backward, where another rank, without a
+            # batch, asks. In a steady step none are kept, and versions need not be compared.
+            if group.is_filled or group.in_flight is not None or group.state is not SHARDED:
                 group.reshard_if_stale()
 
     def forget_calls(self) -> None:
@@ -525,7 +527,9 @@ class Unit:
         # A loss of an earlier forward may still run backward. A unit with several calls in it is
         # then reduced once per call.
         self.forget_calls()
-        self.reshard(drop_kept=True)
+        # Other ranks, which did not fail, keep what stages keep, and gather nothing before the next
+        # optimizer step.
+        self.reshard()
 
 
 class _InputsWatch(torch.autograd.Function):
@@ -857,6 +861,8 @@ class RootContext(ReductionScheduler):
         """Drops all pending work after a failed capture, of which nothing has run."""
         self.crosses_border()
         self._abandon()
+        for unit in self.units:
+            unit.reshard(drop_kept=True)
         self.drop_reductions()
 
     def _abandon(self) -> None:

@@ -139,7 +139,6 @@ def test_a_write_that_the_shard_cannot_take_is_told(dtype: torch.dtype | None) -
     with pytest.warns(LostWorkWarning, match=r"weight was written while unsharded"):
         model[2].reshard()
     assert torch.equal(model[2].weight.full_tensor(), expected)
-    assert expected.any()
 
 
 @on_ranks(2)
