@@ -485,15 +485,11 @@ class Unit:
             if not grads.gradients:
                 grads.pack_stream = stream
 
-    def reshard(self, *, drop_kept: bool = False, ends_step: bool = False) -> None:
-        """Reshards every group; see `ParamGroup.reshard`.
-
-        `ends_step` drops what is kept of groups that an update follows for, of which torch may
-        count nothing.
-        """
+    def reshard(self, *, drop_kept: bool = False) -> None:
+        """Reshards every group; see `ParamGroup.reshard`."""
         self.held = self.is_called_around = False
-        for grads in self.grad_groups:
-            grads.group.reshard(drop_kept=drop_kept or (ends_step and grads.takes_part))
+        for group in self.groups:
+            group.reshard(drop_kept=drop_kept)
 
     def show_sharded(self) -> None:
         """Registers the sharded parameters of every group, but keeps the unsharded memory."""
@@ -645,16 +641,15 @@ class RootContext(ReductionScheduler):
         """
         self.free_gradients()
         # Free what the program has not asked to keep, so that it is gathered again: the root after
-        # an evaluation, the unit that backward begins with, and, where training goes on after
-        # evaluations, what a stage keeps. Modules have shown the shards since, and torch does not
-        # count every write to them (`torch._foreach_*_`, `p.data.copy_()`).
-        is_free = self._ran_forward and not self.reads_again
-        trains_on = self.ran_last is None and torch.is_grad_enabled()
+        # an evaluation, the unit that backward begins with, and, after an evaluation, what a stage
+        # keeps. Modules have shown the shards since, and torch does not count every write to them
+        # (`torch._foreach_*_`, `p.data.copy_()`).
+        is_free, is_evaluated = self._ran_forward and not self.reads_again, self.ran_last is None
         for unit in self.units:
             if is_free and unit.reshard_after_forward is None:
                 for group in unit.groups:
-                    if group.is_filled and group.state is SHARDED:
-                        group.reshard(drop_kept=trains_on)
+                    if group.state is SHARDED:
+                        group.reshard(drop_kept=is_evaluated)
             unit.refresh()
 
     def crosses_border(self) -> bool:
@@ -821,7 +816,8 @@ class RootContext(ReductionScheduler):
                 unit.forget_calls()
                 is_kept = self.reads_again or (unit.held and self.retains_graph)
                 if unit.reshard_after_backward and not is_kept:
-                    unit.reshard(ends_step=is_last and unit.reductions.are_final)
+                    # An update follows, which torch may not count.
+                    unit.reshard(drop_kept=is_last and unit.reductions.are_final)
                 elif self.reads_again or is_last:
                     # Modules show the sharded parameters, which have the gradients, so that torch's
                     # clipping finds them. Between micro-batches, pipeline schedules use the

@@ -10,11 +10,10 @@ Optimizer states are always sharded. A stage decides the rest:
 | 3     | unsharded while a unit runs  | sharded                              |
 
 A program sees the same in all stages: shards outside of forward and backward. Unsharded memory that
-is kept serves the unit's next forward. It is dropped at the end of a step's last backward, unless
-the unit is frozen, and where training goes on after an evaluation: an update follows, or weights
-that were lent to the evaluation are put back, and torch counts no writes by `torch._foreach_*_` or
-through `data`. It is also dropped once its shard has been written, by an optimizer's step or by an
-in-place operation on a sharded parameter.
+is kept serves the unit's next forward in the same step. It is dropped when the last backward of a
+step ends, and after an evaluation, since the program may write the shards then, and torch does not
+count every write: an update by `torch._foreach_*_`, or weights that an evaluation has borrowed and
+that are put back through `data`.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ class Stage:
     """One of the ZeRO stages. See [Note: Stages].
 
     Attributes:
-        keeps_unsharded: unsharded parameters are kept until a step's last backward ends, or their
-            shard is written.
+        keeps_unsharded: unsharded parameters are kept until a step's last backward ends.
         sums_unsharded: a backward that is not the last adds to an unsharded gradient and reduces
             nothing.
         over_both_axes: an HSDP mesh is sharded over its outer axis too; see [Note: Two levels] in
