@@ -113,7 +113,8 @@ class Reads(TorchDispatchMode):
                 self.numbers.append((place, value))
                 continue
             address = address_of(value)
-            self._before[place.where] = ref(value), address
+            if fsdp_param_of(value) is None:
+                self._before[place.where] = ref(value), address
             if id(value) not in self._given:  # whose addresses are guards
                 for storage in storages_of([value]):
                     self._candidates[storage].append((place, address))
@@ -284,6 +285,7 @@ class Reads(TorchDispatchMode):
             buffers that it has exchanged.
         """
         self._made.clear()
+        self._before.clear()  # torch swaps no tensor that has a weak reference
         own = list(self._pool.segments())
         self._on_device = {
             memory: (what, address)
