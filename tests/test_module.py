@@ -46,11 +46,13 @@ def test_unshard_shows_whole_parameters_until_reshard(stage: int) -> None:
     handle.wait()  # once is enough
     assert is_sharded(model.layers[0].up)
     token_loss(model, SHARDGRAD.tokens(0)).backward()
+    model.gain = nn.Parameter(model.gain.detach() * 2)
     handle = model.unshard(async_op=True)
     torch.optim.SGD(model.parameters(), lr=1.0, foreach=True).step()
     right = model.head.weight.full_tensor()
     handle.wait()
     assert torch.equal(model.head.weight, right)
+    assert torch.equal(model.gain, whole.gain * 2)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
