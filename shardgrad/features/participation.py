@@ -157,4 +157,4 @@ def _join_rest(context: RootContext, here: _Participation) -> None:
         context.end_backward()
     context.participation = None
     for unit in context.units:
-        unit.reshard()
+        unit.reshard(drop_kept=not here.reduces)  # an evaluation, as if all ranks had a batch
