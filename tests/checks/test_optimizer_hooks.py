@@ -14,7 +14,7 @@ from tests.support.ranks import on_ranks
 @on_ranks(2)
 def test_an_optimizer_is_looked_at_again_after_its_parameters_were_sharded() -> None:
     """An optimizer that had nothing to do with any model, until its parameters were sharded."""
-    kept = SHARDGRAD.fully_shard(stack(5, 3))  # so that hooks are there from the beginning
+    SHARDGRAD.fully_shard(stack(5, 3))  # so that hooks are there from the beginning
     model = stack(5, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(1, 5)).sum().backward()
@@ -26,7 +26,6 @@ def test_an_optimizer_is_looked_at_again_after_its_parameters_were_sharded() -> 
     for param in optimizer.param_groups[0]["params"]:
         param.requires_grad_(False)
     optimizer.step()  # it has nothing to train
-    assert kept is not None
 
 
 @on_ranks(2)
