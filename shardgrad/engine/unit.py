@@ -331,7 +331,7 @@ class Unit:
                     elif after is AfterForward.HIDE:
                         self.show_sharded()
             before = None
-            if torch.is_grad_enabled() and not recomputing:
+            if begins and not recomputing:
                 before, context.ran_last = context.ran_last, self
             # Any output may get its gradient first, and some may get none, so each has the hook.
             # Backward is expected to reach the unit that ran before next.
@@ -518,14 +518,12 @@ class Unit:
         """Forgets the calls whose backward has not ended, when a backward ends or has failed."""
         self.outstanding, self.open, self.has_unwatched = 0, 0, False
 
-    def abandon(self) -> None:
-        """Resets the unit after a failed forward or backward, and reshards its parameters."""
+    def abandon(self, *, drop_kept: bool) -> None:
+        """Resets the unit after a failed forward or backward; reshards as `ParamGroup.reshard`."""
         # A loss of an earlier forward may still run backward. A unit with several calls in it is
         # then reduced once per call.
         self.forget_calls()
-        # Other ranks, which did not fail, keep what stages keep, and gather nothing before the next
-        # optimizer step.
-        self.reshard()
+        self.reshard(drop_kept=drop_kept)
 
 
 class _InputsWatch(torch.autograd.Function):
@@ -579,6 +577,7 @@ class RootContext(ReductionScheduler):
     Attributes:
         units: in construction order, the root first.
         forward_root: the outermost unit whose forward is running; None between forwards.
+        ran_forward: an outermost forward has ended, and no other forward or backward began since.
         is_asleep: True while the shards' memory is released (`features/sleep.py`).
         post_optim_event: the event that the next forward's all-gathers wait for, if the program set
             one.
@@ -591,11 +590,11 @@ class RootContext(ReductionScheduler):
         self.is_asleep = False
         self.post_optim_event: torch.Event | None = None
         self.forward_root: Unit | None = None
-        self._ran_forward = False  # and no backward since
+        self.ran_forward = False
         self._order: list[Unit] = []
         self._order_frozen = False
         self._position = 0
-        self.ran_last: Unit | None = None  # among the forwards without a backward so far
+        self.ran_last: Unit | None = None  # of those that await a backward
 
     # -- forward
 
@@ -644,7 +643,8 @@ class RootContext(ReductionScheduler):
         # an evaluation, the unit that backward begins with, and, after an evaluation, what a stage
         # keeps. Modules have shown the shards since, and torch does not count every write to them
         # (`torch._foreach_*_`, `p.data.copy_()`).
-        is_free, is_evaluated = self._ran_forward and not self.reads_again, self.ran_last is None
+        is_free, is_evaluated = self.ran_forward and not self.reads_again, self.ran_last is None
+        self.ran_forward = False  # until this one has; a method that calls forward opens it again
         for unit in self.units:
             if is_free and unit.reshard_after_forward is None:
                 for group in unit.groups:
@@ -781,7 +781,7 @@ class RootContext(ReductionScheduler):
         used.
         """
         self.forward_root, is_kept = None, self.participation is not None
-        self._ran_forward = True
+        self.ran_forward = True
         # The root's first complete forward decides what later forwards prefetch.
         if unit is self.root and not (self._order_frozen or is_kept):
             self._order_frozen = True
@@ -824,7 +824,7 @@ class RootContext(ReductionScheduler):
                     # unsharded ones.
                     unit.show_sharded()
             self.drain(wait=wait and is_last)
-            self.ran_last, self._ran_forward = None, False
+            self.ran_last, self.ran_forward = None, False
             self.comm_ctx.shards_read.wait_on_host()
 
     # -- between iterations
@@ -857,14 +857,14 @@ class RootContext(ReductionScheduler):
         """Drops all pending work after a failed capture, of which nothing has run."""
         self.crosses_border()
         self._abandon()
-        for unit in self.units:
-            unit.reshard(drop_kept=True)
         self.drop_reductions()
 
     def _abandon(self) -> None:
+        # Under `participate`, other ranks may not have failed, and keep what stages keep.
+        drop_kept = self.participation is None
         self.forward_root = self.ran_last = self.participation = None
         for unit in self.units:
-            unit.abandon()
+            unit.abandon(drop_kept=drop_kept)
 
     def quiesce(self) -> None:
         """Completes everything in flight and reshards all parameters; clears an iteration cut

@@ -71,6 +71,7 @@ def participate(model: nn.Module) -> Iterator[None]:
         yield
         _join_rest(context, here)
     except BaseException:
+        context.participation = None  # what stages keep is dropped, as by the end on other ranks
         context.recover()
         raise
 
@@ -156,5 +157,6 @@ def _join_rest(context: RootContext, here: _Participation) -> None:
         context.begin_backward(in_autograd=False)
         context.end_backward()
     context.participation = None
+    context.ran_forward = False  # on ranks with a batch
     for unit in context.units:
-        unit.reshard(drop_kept=not here.reduces)  # an evaluation, as if all ranks had a batch
+        unit.reshard(drop_kept=not here.reduces)
