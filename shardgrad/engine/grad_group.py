@@ -115,11 +115,6 @@ class ReductionSettings:
     requires_all_reduce: bool = True
     divide_factor: float | None = None
 
-    @property
-    def are_final(self) -> bool:
-        """True if a reduction leaves gradients for an update, not a part of them that waits."""
-        return self.requires_sync and self.requires_all_reduce
-
 
 class GradGroup:
     """Collects one group's gradients and reduces them into its gradient shard.

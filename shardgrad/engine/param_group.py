@@ -319,9 +319,6 @@ class AllGather:
             # After a failure some messages may still be in flight.
             self._slot.give_back(is_written=bool(self._works))
 
-    def forget(self) -> None:
-        """Drops copies of the parameters that are kept between steps. The base class keeps none."""
-
 
 class UnshardedParams(RecurringMemory):
     """A flat buffer and, over it, the unsharded tensor of each parameter.
@@ -440,6 +437,7 @@ class ParamGroup:
         kind: the kind of group in words, for the comparison between ranks.
         generation: how often parameters were replaced.
         replays: how often a graph has run, which may have changed the parameters.
+        drops: how often what is kept between all-gathers was dropped.
         trainable: per parameter, the `requires_grad` that the sharded and the unsharded one last
             had in common; a new object after a change, and if there are new unsharded parameters.
             () for new sharded ones.
@@ -472,7 +470,7 @@ class ParamGroup:
         self.in_flight: AllGather | None = None
         self.collectives = CollectiveConfig()
         self.keeps_memory = False
-        self.generation = self.replays = 0
+        self.generation = self.replays = self.drops = 0
         # The `_versions()` of the values that are in unsharded memory, or are being gathered; and
         # of the shard, after it last took the program's writes to that memory.
         self._gathered_versions = self._taken_versions = [(-1,)] * len(self.params)
@@ -711,7 +709,7 @@ class ParamGroup:
             unsharded = list(map(_UNSHARDED_PARAM, self.params))
             increment_version(compress(unsharded, map(ne, versions, gathered)))
             self._unsharded_versions = versions_of(unsharded)
-        self.in_flight = self._launch(comm_ctx, versions)
+        self.in_flight = self._launch(comm_ctx, (self.drops, versions))
         self._gathered_versions = versions
 
     def _launch(self, comm_ctx: CommContext, version: object) -> AllGather:
@@ -813,8 +811,7 @@ class ParamGroup:
         Streams: storage returns to the allocator on the stream it was allocated on.
         """
         self.cancel_unshard()
-        if drop_kept and self.gather is not None:
-            self.gather.forget()
+        self.drops += drop_kept
         self.show_sharded()
         # Freed by `resize_(0)` of the storage: tensors that autograd has saved stay the same
         # objects, and are filled again before it reads them.

@@ -518,13 +518,6 @@ class Unit:
         """Forgets the calls whose backward has not ended, when a backward ends or has failed."""
         self.outstanding, self.open, self.has_unwatched = 0, 0, False
 
-    def abandon(self, *, drop_kept: bool) -> None:
-        """Resets the unit after a failed forward or backward; reshards as `ParamGroup.reshard`."""
-        # A loss of an earlier forward may still run backward. A unit with several calls in it is
-        # then reduced once per call.
-        self.forget_calls()
-        self.reshard(drop_kept=drop_kept)
-
 
 class _InputsWatch(torch.autograd.Function):
     """Identity whose backward runs once the gradients of all its inputs have arrived."""
@@ -816,8 +809,10 @@ class RootContext(ReductionScheduler):
                 unit.forget_calls()
                 is_kept = self.reads_again or (unit.held and self.retains_graph)
                 if unit.reshard_after_backward and not is_kept:
-                    # An update follows, which torch may not count.
-                    unit.reshard(drop_kept=is_last and unit.reductions.are_final)
+                    settings = unit.reductions
+                    # If no gradients wait, an update follows, which torch may not count.
+                    is_final = settings.requires_sync and settings.requires_all_reduce
+                    unit.reshard(drop_kept=is_last and is_final)
                 elif self.reads_again or is_last:
                     # Modules show the sharded parameters, which have the gradients, so that torch's
                     # clipping finds them. Between micro-batches, pipeline schedules use the
@@ -864,7 +859,10 @@ class RootContext(ReductionScheduler):
         drop_kept = self.participation is None
         self.forward_root = self.ran_last = self.participation = None
         for unit in self.units:
-            unit.abandon(drop_kept=drop_kept)
+            # A loss of an earlier forward may still run backward. A unit with several calls in it
+            # is then reduced once per call.
+            unit.forget_calls()
+            unit.reshard(drop_kept=drop_kept)
 
     def quiesce(self) -> None:
         """Completes everything in flight and reshards all parameters; clears an iteration cut

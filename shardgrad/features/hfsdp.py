@@ -85,10 +85,6 @@ class HfsdpGather(AllGather):
             self._filled.record(streams.gather)
         self._version = version
 
-    def forget(self) -> None:
-        """See `AllGather`."""
-        self._version = None
-
 
 class OffloadedHfsdpGather(HfsdpGather):
     """`HfsdpGather` from shards on the host."""
