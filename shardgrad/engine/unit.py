@@ -740,9 +740,9 @@ class RootContext(ReductionScheduler):
             following = self._order[self._position : self._position + 1]
             # Programs average a frozen teacher in forward, just before it runs, and torch does not
             # count every such write (`p.data`): gather its first unit only then.
-            trained = {*map(_IS_TRAINED, unit.grad_groups)}
+            is_trained = any(map(_IS_TRAINED, unit.grad_groups))
             for each in following:
-                if {*map(_IS_TRAINED, each.grad_groups)} == {False} != trained:
+                if is_trained and not any(map(_IS_TRAINED, each.grad_groups)):
                     following = ()
         return unit.forward_prefetch or following
 

@@ -157,6 +157,8 @@ def _join_rest(context: RootContext, here: _Participation) -> None:
         context.begin_backward(in_autograd=False)
         context.end_backward()
     context.participation = None
-    context.ran_forward = False  # on ranks with a batch
+    # Ranks with a batch have noted an evaluation. From here on all ranks decide alike what is
+    # gathered again.
+    context.ran_forward = False
     for unit in context.units:
         unit.reshard(drop_kept=not here.reduces)

@@ -102,8 +102,9 @@ class Reads(TorchDispatchMode):
         # By storage: the places where the function finds it. The addresses are recorded now, since
         # the block may put another tensor there.
         self._candidates = defaultdict[int, list[tuple[Place, Hashable]]](list)
-        # By `Place.where`: the tensor there before the block, and its address.
+        # What each replay assigns again.
         self._left: list[Callable[[], object]] = []
+        # By `Place.where`: the tensor there before the block, and its address.
         self._before: dict[Hashable, tuple[Callable[[], Any], Hashable]] = {}
         registered = (chain(each.parameters(), each.buffers()) for each in modules)
         self._given = frozenset(map(id, chain.from_iterable(registered)))
