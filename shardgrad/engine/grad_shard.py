@@ -64,7 +64,7 @@ from torch.distributed.tensor import DTensor
 from shardgrad.engine.param_group import FSDPParam, ParamGroup
 from shardgrad.engine.streams import Stream, StreamEvent, Streams, keep_for_current_stream
 from shardgrad.errors import ForeignParameterError
-from shardgrad.sharding.dtensor import dtensor_like, in_own_storage, storages_of
+from shardgrad.sharding.dtensor import dtensor_like, in_own_storage, is_slice, local_of, storages_of
 from shardgrad.sharding.layout import ShardLayout
 from shardgrad.sharding.param_sharding import groups_cut_over
 
@@ -556,29 +556,28 @@ class GradShard:
         self.allocate()
         # The program may have swapped gradients, in this model or between two, so memory that is
         # about to be overwritten may be another parameter's new gradient.
-        places = {place for place, _ in foreign}.intersection(self.held())
-        if places and self._is_persistent:
+        if not self._is_persistent:
+            if places := {place for place, _ in foreign}.intersection(self.held()):
+                self._part_with(sorted(places), self.current_stream())
+        elif shared := [place for place, grad in foreign if is_slice(local_of(grad))]:
             raise ForeignParameterError(
-                "a gradient was replaced while the program references the old one, whose memory is "
-                "reused under GradientPolicy(persistent=True)",
-                expected="gradients that are changed in place",
-                got=f"new gradients for {len(places)} parameters",
-                where=self._name(min(places)),
-                fix="param.grad.copy_(new), or persistent=False",
+                "a gradient was replaced by memory of another gradient, which is reused under "
+                "GradientPolicy(persistent=True)",
+                expected="a tensor with memory of its own",
+                got=f"another gradient, or a view of one, for {len(shared)} parameters",
+                where=self._name(shared[0]),
+                fix="assign its clone(), or persistent=False",
             )
-        if places:
-            self._part_with(sorted(places), self.current_stream())
         for place, grad in foreign:
             with torch.no_grad():
                 local = grad.to_local()
                 self._locals[place].copy_(local)
                 # The local tensor is dropped next, while the current stream still reads it. The
-                # allocator does not know tensors over a part of a storage, such as gradients in
-                # former memory.
-                if local.untyped_storage().resizable():
-                    keep_for_current_stream(local)
-                else:
+                # allocator does not know gradients in former memory.
+                if is_slice(local):
                     self.read.append(local)
+                else:
+                    keep_for_current_stream(local)
                 self.flags[place].fill_(1)
             self.flagged[place] = True
             setattr(self.params[place], self.attribute, self.own[place])
