@@ -64,7 +64,7 @@ from torch.distributed.tensor import DTensor
 from shardgrad.engine.param_group import FSDPParam, ParamGroup
 from shardgrad.engine.streams import Stream, StreamEvent, Streams, keep_for_current_stream
 from shardgrad.errors import ForeignParameterError
-from shardgrad.sharding.dtensor import dtensor_like, in_own_storage, is_slice, local_of, storages_of
+from shardgrad.sharding.dtensor import dtensor_like, in_own_storage, local_of, storages_of
 from shardgrad.sharding.layout import ShardLayout
 from shardgrad.sharding.param_sharding import groups_cut_over
 
@@ -87,6 +87,11 @@ def _references_when_bound() -> int:
     before = sys.getrefcount(grad)
     param.grad = grad
     return sys.getrefcount(grad) - before
+
+
+def _is_slice(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor's storage is a slice of other memory, as a gradient's is."""
+    return not tensor.untyped_storage().resizable()
 
 
 class GradMemory(Enum):
@@ -559,7 +564,7 @@ class GradShard:
         if not self._is_persistent:
             if places := {place for place, _ in foreign}.intersection(self.held()):
                 self._part_with(sorted(places), self.current_stream())
-        elif shared := [place for place, grad in foreign if is_slice(local_of(grad))]:
+        elif shared := [place for place, grad in foreign if _is_slice(local_of(grad))]:
             raise ForeignParameterError(
                 "a gradient was replaced by memory of another gradient, which is reused under "
                 "GradientPolicy(persistent=True)",
@@ -574,7 +579,7 @@ class GradShard:
                 self._locals[place].copy_(local)
                 # The local tensor is dropped next, while the current stream still reads it. The
                 # allocator does not know gradients in former memory.
-                if is_slice(local):
+                if _is_slice(local):
                     self.read.append(local)
                 else:
                     keep_for_current_stream(local)

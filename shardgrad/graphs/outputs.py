@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import keystr, tree_leaves, tree_map_only, tree_map_with_path
 
 from shardgrad.errors import StepOutputError
-from shardgrad.sharding.dtensor import is_slice
 
 
 def detached(outputs: Any) -> Any:
@@ -50,8 +49,7 @@ def apart_from(state: Iterable[torch.Tensor], outputs: Any) -> Any:
     taken = storages_of(state)
 
     def copied(leaf: torch.Tensor) -> torch.Tensor:
-        plain = list(plain_tensors([leaf]))
-        is_of_state = taken & storages_of(plain) or any(is_slice(t) for t in plain if storage_of(t))
+        is_of_state = taken & storages_of([leaf]) or any(map(is_slice, plain_tensors([leaf])))
         return leaf.clone() if is_of_state else leaf
 
     return tree_map_only(torch.Tensor, copied, outputs)
@@ -68,6 +66,13 @@ def storage_of(tensor: torch.Tensor) -> int:
 def storages_of(values: Iterable[Any]) -> set[int]:
     """Returns the identities of the storages of all tensors among the values."""
     return set(map(storage_of, plain_tensors(values)))
+
+
+def is_slice(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor's storage is a slice of other memory, as that of a gradient is of
+    its shard.
+    """
+    return storage_of(tensor) != 0 and not tensor.untyped_storage().resizable()
 
 
 def plain_tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:

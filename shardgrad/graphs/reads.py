@@ -36,12 +36,12 @@ from shardgrad.graphs.closed_over import Place, address_of, closed_over, tensors
 from shardgrad.graphs.outputs import (
     host_value,
     is_of_host,
+    is_slice,
     plain_tensors,
     storage_of,
     storages_of,
 )
 from shardgrad.graphs.pool import GraphPool
-from shardgrad.sharding.dtensor import is_slice
 
 _CDATA = attrgetter("_cdata")  # the C++ object, of which there may be several Python wrappers
 _DETACH = torch.ops.aten.detach.default

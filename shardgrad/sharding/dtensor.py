@@ -31,13 +31,6 @@ def in_own_storage(view: torch.Tensor) -> torch.Tensor:
     )
 
 
-def is_slice(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor's storage is a slice of other memory, as that of a gradient is of
-    its shard.
-    """
-    return not tensor.untyped_storage().resizable()
-
-
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a DTensor's local tensor itself, not a view of it; another tensor as it is."""
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
