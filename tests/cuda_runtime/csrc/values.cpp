@@ -5,6 +5,7 @@
 #include <ATen/core/Generator.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
+#include <ATen/ops/conv2d.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -172,6 +173,14 @@ uint64_t seed_of(const std::optional<at::PhiloxCudaState>& draw) {
 
 Stack call_kernel(const c10::OperatorHandle& op, Stack inputs) {
   copy_lists(inputs);
+  if (op.schema().name() == "aten::_conv_depthwise2d") {  // which only CUDA has
+    const at::Tensor self = inputs[0].toTensor();
+    const auto numbers = [&](size_t place) { return inputs[place].toIntVector(); };
+    const auto bias = inputs[3].toOptional<at::Tensor>();
+    return {IValue(
+        at::conv2d(
+            self, inputs[1].toTensor(), bias, numbers(4), numbers(5), numbers(6), self.size(1)))};
+  }
   Stack again = inputs;
   copy_lists(again);
   try {
@@ -180,7 +189,8 @@ Stack call_kernel(const c10::OperatorHandle& op, Stack inputs) {
   } catch (const std::exception&) {  // the CPU may lack a mixture of dtypes
     if (op.schema().is_mutable()) throw;
     for (IValue& each : again)
-      if (each.isTensor() && each.toTensor().defined() && each.toTensor().is_floating_point())
+      if (each.isTensor() && each.toTensor().defined() &&
+          (each.toTensor().is_floating_point() || op.schema().name() == "aten::histc"))
         each = each.toTensor().to(at::kFloat);
     op.callBoxed(&again);
     return again;
