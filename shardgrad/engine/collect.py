@@ -107,7 +107,7 @@ def collect(
     for name, place, param in params_under(modules, with_units=False):
         if param not in ignored and not _is_tied(*place):
             _refuse_claimed(name, param)
-            require_shardable(name, param)
+            require_shardable(name, param, place[0])
             found.setdefault(param, (name, []))[1].append(place)
     # A tied parameter belongs to the innermost unit that contains all its users, and is unsharded
     # while any of them runs. If this unit is not it, an ancestor takes the parameter, or the root's

@@ -38,13 +38,21 @@ def from_bytes(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return stored.view(dtype).squeeze(-1) if travels_as_bytes(dtype) else stored
 
 
-def require_shardable(name: str, param: nn.Parameter) -> None:
-    """Refuses a parameter that cannot be sharded.
+def require_shardable(name: str, param: nn.Parameter, owner: nn.Module) -> None:
+    """Refuses a parameter of `owner` that cannot be sharded.
 
     Raises:
-        UnsupportedParameterError: by its shape, layout or dtype.
+        UnsupportedParameterError: by its shape, layout, dtype or owner.
     """
     where = f"parameter {name}"
+    if isinstance(owner, torch.jit.ScriptModule):
+        raise UnsupportedParameterError(
+            f"fully_shard cannot shard {name}, which is in TorchScript",
+            expected="a module of Python",
+            got=type(owner).__name__,
+            where=where,
+            fix="torch.compile instead of torch.jit, or pass it in ignored_params",
+        )
     if param.ndim == 0:
         raise UnsupportedParameterError(
             f"fully_shard doesn't support scalar parameters. Change {name} to a 1D tensor with "

@@ -137,7 +137,7 @@ def test_a_persistent_gradient_has_one_address() -> None:
     forget(model)
     backward(model, 9)
     assert not torch.equal(value(kept), then)  # which is what it costs
-    params[0].grad = params[0].grad * 2  # type: ignore[operator]
+    params[0].grad = kept * 2  # type: ignore[operator]
     shardgrad.clip_grad_norm_(model, 1e9)
     assert params[0].grad.to_local().data_ptr() == found[0][0][1]  # type: ignore[union-attr]
     params[0].grad, params[2].grad = params[2].grad, params[0].grad

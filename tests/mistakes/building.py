@@ -273,19 +273,26 @@ def two_levels_on_one_axis() -> None:
     fully_shard(net(), zero_stage="hfsdp")
 
 
-class Temperature(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.temperature = nn.Parameter(torch.tensor(1.0))
-
-
 @mistake(
     typed="a parameter of no dimensions",
     says="UnsupportedParameterError: fully_shard doesn't support scalar parameters",
     cure="self.temperature = nn.Parameter(torch.tensor([value]))",
 )
 def a_scalar() -> None:
-    fully_shard(Temperature())
+    model = net()
+    model.temperature = nn.Parameter(torch.ones(()))
+    fully_shard(model)
+
+
+@mistake(
+    typed="`torch.jit.script(model.head)`",
+    says="UnsupportedParameterError: fully_shard cannot shard head.weight, which is in TorchScript",
+    cure="torch.compile instead of torch.jit",
+)
+def a_script() -> None:
+    model = net()
+    model.head = torch.jit.script(model.head)
+    fully_shard(model)
 
 
 @mistake(
@@ -296,7 +303,7 @@ def a_scalar() -> None:
 )
 def not_contiguous() -> None:
     model = net()
-    model.head.weight = nn.Parameter(torch.ones(8, 8).t()[:, :4])
+    model.head.weight = nn.Parameter(torch.ones(4, 8).t())
     fully_shard(model)
 
 
