@@ -173,7 +173,8 @@ class OptimizerState(Capturable):
     since a graph contains them as constants.
 
     The exception is the learning rate of torch's Adam and AdamW with `capturable=True`, which they
-    read on the device. A number is replaced by a device tensor, which schedules fill in place.
+    read on the device. In a call, a device tensor stands for a number. The program gets its number
+    back: schedules compute with it, and it may keep what it finds there.
     """
 
     is_guarded = True
@@ -182,6 +183,8 @@ class OptimizerState(Capturable):
         self._optimizer = optimizer
         # Learning rates, by the group's first parameter: loading replaces the groups themselves.
         self._rates: dict[int, torch.Tensor] = {}
+        # Of the latest call: each group, the program's rate, and the tensor and its version.
+        self._given: list[tuple[dict[str, Any], Any, torch.Tensor, int]] = []
         # The values in `_owners` at the last call of `guards`, and the plain tensors and numbers
         # among them, cached since guards are computed at every call.
         self._values: list[Any] = []
@@ -197,15 +200,27 @@ class OptimizerState(Capturable):
 
     def begin_call(self) -> None:
         """See `Capturable`."""
-        if not isinstance(self._optimizer, torch.optim.Adam):  # or AdamW
-            return
+        self.replayed()  # after a call that has raised
+        self._given.clear()
+        is_adam = isinstance(self._optimizer, torch.optim.Adam)  # or AdamW
         for group in self._optimizer.param_groups:
-            if group.get("capturable") and group["params"]:
+            if is_adam and group.get("capturable") and group["params"]:
                 rate, first = group["lr"], group["params"][0]
                 # A number from the program or a checkpoint, or a tensor on another device.
                 if not isinstance(rate, torch.Tensor) or rate.device != first.device:
                     new = torch.empty((), device=first.device)
-                    group["lr"] = self._rates.setdefault(id(first), new).fill_(rate)
+                    group["lr"] = own = self._rates.setdefault(id(first), new).fill_(rate)
+                    self._given.append((group, rate, own, own._version))
+
+    def replayed(self) -> None:
+        """See `Capturable`. Gives the program its learning rates back, unless the step has written
+        them.
+        """
+        for group, rate, own, version in self._given:
+            if group["lr"] is own and own._version == version:
+                group["lr"] = rate
+
+    at_eager_border = replayed
 
     def guards(self) -> Hashable:
         """See `Capturable`."""

@@ -13,7 +13,7 @@ recognized when both graphs are replayed again.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -22,7 +22,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
-from shardgrad.graphs.capturable import Capturable
 from shardgrad.graphs.outputs import plain_tensors, storage_of, storages_of
 from shardgrad.ops.library import has_kernels
 from shardgrad.ops.virtual_memory import virtual_zeros
@@ -38,7 +37,7 @@ _ROUNDS = 6
 def frozen_values(
     first: Callable[[], Any],
     again: Callable[[], Any],
-    capturables: Sequence[Capturable],
+    state: Callable[[], Iterable[tuple[str, torch.Tensor]]],
     memory: Iterable[tuple[str, torch.Tensor]],
     groups: Iterable[dist.ProcessGroup],
     device: torch.device,
@@ -52,7 +51,7 @@ def frozen_values(
     Args:
         first: replays one capture.
         again: replays the other.
-        capturables: the objects whose state the step uses.
+        state: returns (name, tensor) for the state that the step uses.
         memory: (name, tensor) for all memory that the step writes. Memory that no capturable has
             and that has no name, since the step's function does not close over it, may be scratch:
             it is restored but not compared.
@@ -70,11 +69,6 @@ def frozen_values(
     Streams: everything runs on the current stream; the host waits for each replay.
     Capture: not safe.
     """
-
-    def state() -> Iterator[tuple[str, torch.Tensor]]:
-        for number, each in enumerate(capturables):
-            for name, tensor in each.tensors():
-                yield f"{name} (capturable {number})", tensor
 
     def restore() -> None:
         for tensor, value in copies:
@@ -139,7 +133,7 @@ def _copies(
         device = torch.device("cpu")
     places = virtual_zeros(sum(sizes), torch.uint8, device).split(sizes)
     pairs = [
-        (tensor.detach(), place[: tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        (tensor.data, place[: tensor.nbytes].view(tensor.dtype).view(tensor.shape))
         for place, tensor in zip(places, tensors, strict=True)
     ]
     for tensor, copy in pairs:
@@ -155,7 +149,7 @@ def _digest(tensor: torch.Tensor) -> Hashable:
     the same checksum with a probability of about 2**-60. To compare with a copy would need as much
     memory as the state; the checksum needs one piece at a time.
     """
-    whole = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    whole = tensor.detach().ravel().view(torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=whole.device)
     # Pseudo-random odd numbers. Integer multiplication wraps around.
     factors = torch.arange(min(len(whole), _PIECE_NBYTES) // 8 + 1, device=whole.device).mul_(_ODD)

@@ -304,16 +304,13 @@ class ModuleState(Capturable):
         """See `Capturable`."""
         for name, param in self._module.named_parameters():
             if fsdp_param_of(param) is None:
-                yield name, param.detach()
+                yield name, param
                 if param.grad is not None:
                     yield f"gradient of {name}", param.grad
         yield from self._module.named_buffers()
         for group, grads in zip(self._groups, self._grad_groups, strict=True):
             unit = f"unit {group.name or 'root'!r}"
-            if group.is_flat:
-                yield f"shard of {unit}", group.shard
-            else:
-                yield from ((f"shard of {p.name}", local_of(p.sharded)) for p in group.params)
+            yield from ((f"shard of {p.name}", local_of(p.sharded)) for p in group.params)
             shard = grads.shard
             if shard is not None and shard.has_memory:
                 yield f"gradient shard of {unit}", shard.flat

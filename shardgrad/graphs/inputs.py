@@ -12,6 +12,7 @@ writes to host memory. What must not be copied is read in place if the step clos
 from __future__ import annotations
 
 from collections.abc import Hashable
+from contextlib import suppress
 from dataclasses import is_dataclass
 from itertools import count, product
 from operator import mul
@@ -125,14 +126,21 @@ class InputBuffers:
         self._device = device
         with torch.inference_mode(False):  # later calls with this key may be outside of the mode
             # Not the arguments themselves, which would be kept as long as the graph.
-            self._arguments = tree_map_only(
-                torch.Tensor, lambda each: torch.empty_like(each, device=device), inputs.arguments
-            )
+            self._arguments = tree_map_only(torch.Tensor, self._buffer_for, inputs.arguments)
         leaves = tree_leaves(self._arguments)
         self.buffers = list(plain_tensors(leaves))
         self.objects = [each for each in leaves if not isinstance(each, _LEAVES)]
         self._captured: list[torch.Tensor] = []  # what the latest capture has passed
         self._written: set[int] = set()  # the arguments that the step writes
+
+    def _buffer_for(self, given: torch.Tensor) -> torch.Tensor:
+        """Returns a buffer with the strides that the argument has in an eager step, which decide
+        how sums round.
+        """
+        if given.device == self._device:
+            with suppress(RuntimeError):  # of elements that share memory
+                return given.new_empty_strided(given.shape, given.stride()).copy_(given)
+        return torch.empty_like(given, device=self._device)
 
     def for_capture(self) -> Any:
         """Returns (args, kwargs) with the buffers, as new tensor objects each time, so that

@@ -35,7 +35,7 @@ def detached(outputs: Any) -> Any:
     return tree_map_with_path(check, outputs)
 
 
-def apart_from(state: Iterable[torch.Tensor], outputs: Any) -> Any:
+def apart_from(state: Iterable[Any], outputs: Any) -> Any:
     """Returns the outputs, with a copy of each that shares memory with the step's state or inputs.
 
     A graph's outputs live as long as the graph. An output that is a gradient would count as one
@@ -100,8 +100,7 @@ def host_value(found: Any) -> bytes:
     for each in plain_tensors([found]):
         if is_of_host(each):
             # A copy, since `numpy()` makes a storage non-resizable.
-            copy = each.detach().clone(memory_format=torch.contiguous_format)
-            value += bytes(copy.view(-1).view(torch.uint8).numpy())
+            value += bytes(each.detach().ravel().clone().view(torch.uint8).numpy())
     return value
 
 

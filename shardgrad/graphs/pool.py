@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -84,7 +85,7 @@ class GraphPool:
         self._policy = offload_policy
         self._memory: VirtualPool | None = None
         self._handle: Any = None  # torch's id of the memory pool; None while there are no graphs
-        self._graphs = 0  # number of graphs that exist
+        self._graphs: WeakSet[DeviceGraph] = WeakSet()  # those that exist
         self._is_away = False  # True between `offload` and `reload`
 
     def offload(self) -> None:
@@ -161,8 +162,9 @@ class GraphPool:
             module = torch.get_device_module(self.device)
             module.empty_cache()
             reserved = module.memory_reserved(self.device)
+            self._drop_unused()
             graph = self._begin(generators)
-            self._graphs += 1
+            self._graphs.add(graph)
             collecting = gc.isenabled()
             gc.disable()
             _override_stale_streams(True)
@@ -188,13 +190,15 @@ class GraphPool:
                 yield segment["address"], segment["address"] + segment["total_size"]
 
     def destroy(self, graph: DeviceGraph) -> None:
-        """Destroys a graph that `capture` has yielded. It must not be running.
-
-        The last graph's end drops the memory pool, too: torch refuses captures into a pool all of
-        whose graphs are destroyed.
-        """
+        """Destroys a graph that `capture` has yielded. It must not be running."""
         graph.reset()
-        self._graphs -= 1
+        self._graphs.discard(graph)
+        self._drop_unused()
+
+    def _drop_unused(self) -> None:
+        """Drops the memory pool once there are no graphs. They may also have ended with their step:
+        torch refuses captures into a pool all of whose graphs are destroyed.
+        """
         if not self._graphs:
             self._handle = self._memory = None
 

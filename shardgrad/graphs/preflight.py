@@ -176,45 +176,26 @@ def watched(
 ) -> Iterator[None]:
     """Surrounds an eager call on a device without graphs. Adds to `found` what a capture would
     refuse or freeze, as far as that shows there: lines of the program that read a tensor on the
-    host or print it, except in `outside`, and numbers that the function closes over and changes,
-    such as those of a scheduler.
+    host, except in `outside`, and numbers that the function closes over and changes, such as those
+    of a scheduler.
 
     Args:
         function: the step's function.
         modules: the modules that were passed to `graphed_step`.
         found: the list to add to.
     """
-    to_text: Any = torch._tensor_str._str
-
-    def note() -> None:
-        stack = traceback.extract_stack()
-        reader = next(f for f in reversed(stack) if not f.filename.startswith((TORCH, __file__)))
-        # This package reads tensors that are on the host on every device.
-        is_allowed = eager_regions.__file__ in [frame.filename for frame in stack]
-        if is_of_the_program(reader.filename) and not is_allowed:
-            file, number, name, text = reader
-            found.append(f"{file}:{number} in {name}: {text}")
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        note()
-        return to_text(*args, **kwargs)
-
     before = list(closed_over(function, modules))
-    torch._tensor_str._str = noted  # which runs without modes
-    try:
-        with _HostReads(note):
-            yield
-    finally:
-        torch._tensor_str._str = to_text
+    reads = _HostReads()  # type: ignore[no-untyped-call]
+    reads.found = found
+    with reads:
+        yield
     found += changed_numbers(before)
 
 
 class _HostReads(TorchDispatchMode):
-    """Calls `note` at every operation of `_HOST_READS`."""
+    """Adds the program's lines with operations of `_HOST_READS` to `found`."""
 
-    def __init__(self, note: Callable[[], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._note = note
+    found: list[str]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -223,7 +204,15 @@ class _HostReads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _HOST_READS:
-            self._note()
+            stack = traceback.extract_stack()
+            reader = next(
+                f for f in reversed(stack) if not f.filename.startswith((TORCH, __file__))
+            )
+            # This package reads tensors that are on the host on every device.
+            is_allowed = eager_regions.__file__ in [frame.filename for frame in stack]
+            if is_of_the_program(reader.filename) and not is_allowed:
+                file, number, name, text = reader
+                self.found.append(f"{file}:{number} in {name}: {text}")
         return func(*args, **(kwargs or {}))
 
 

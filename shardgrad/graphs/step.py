@@ -187,7 +187,7 @@ class GraphedStep(Generic[_P, _R]):
         # A graph cannot draw from those of the host: a comparison finds what it froze of them.
         self._generators = [each for each in generators if each.device.type != "cpu"]
         self._capturables = list(map(capturable, objects))
-        devices = (tensor.device for tensor in self._state())
+        devices = (tensor.device for _, tensor in self._state())
         self.pool = pool or GraphPool(next(devices, None))
         self._graphs: list[CapturedStep] = []  # in order of use, the most recently used last
         # By input key: the buffers of the graphs, and why calls always run eagerly.
@@ -270,7 +270,8 @@ class GraphedStep(Generic[_P, _R]):
         if all(seen != key[0] for seen, _ in self._seen):
             return (
                 f"shapes or numbers in its arguments: {difference(self._before[0], key[0])}. Pad "
-                "shapes and round numbers to a few values, or pass numbers as tensors"
+                "shapes, round numbers or pass them as tensors, and register the classes of "
+                "objects: torch.utils._pytree.register_pytree_node"
             )
         if key not in self._seen:
             return (
@@ -327,16 +328,12 @@ class GraphedStep(Generic[_P, _R]):
         """Returns one sentence: how many calls ran which way since the last reset, and why the
         latest kind of call runs eagerly, if it does.
         """
-        if not self.pool.can_capture:
-            why = f"it {self._without_graphs()}"
-        elif self._before[0] in self._refused:
-            why = f"it {self._refused[self._before[0]]}"
-        else:
-            why = f"new in the latest call: {self._news or 'nothing'}"
+        refused = self._refused.get(self._before[0])
+        why = refused if self.pool.can_capture else self._without_graphs()
         return (
             f"{self._name}: {self.captures} graphs captured, {self.replays} calls replayed, "
-            f"{self.eager_steps} eager; {why}"
-        )
+            f"{self.eager_steps} eager; "
+        ) + (f"it {why}" if why else f"new in the latest call: {self._news or 'nothing'}")
 
     def _without_graphs(self) -> str:
         why = (
@@ -397,7 +394,7 @@ class GraphedStep(Generic[_P, _R]):
             outputs, frozen, restore = frozen_values(
                 first.replay,
                 again.replay,
-                self._capturables,
+                self._state,
                 written,
                 again.reads.groups,
                 self.pool.device,
@@ -440,7 +437,7 @@ class GraphedStep(Generic[_P, _R]):
             self._modules,
             buffers.objects,
             self.pool,
-            self._state(),
+            chain.from_iterable(self._state()),
             buffers.buffers,
             self._generators,
         )
@@ -457,7 +454,7 @@ class GraphedStep(Generic[_P, _R]):
                     fix="change modes between calls, or in a with block",
                 )
             # The state after the function ran: gradients may have been allocated in the capture.
-            captured.outputs = apart_from(chain(self._state(), buffers.buffers), outputs)
+            captured.outputs = apart_from(chain(*self._state(), buffers.buffers), outputs)
         captured.parts += reads.close()
         has_graphs(self)
         return captured
@@ -479,9 +476,11 @@ class GraphedStep(Generic[_P, _R]):
         """Returns what a graph freezes: the modes of torch, and the guards of all capturables."""
         return _modes(self.pool.device), *[each.guards() for each in self._capturables]
 
-    def _state(self) -> Iterator[torch.Tensor]:
-        """Yields the tensors that hold the state of all capturables."""
-        return (tensor for each in self._capturables for _, tensor in each.tensors())
+    def _state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields (name, tensor) for the state of all capturables."""
+        for number, each in enumerate(self._capturables):
+            for name, tensor in each.tensors():
+                yield f"{name} (capturable {number})", tensor
 
     def _refuse(self, error: Exception) -> None:
         """Makes all later calls with this input key run eagerly, and raises or warns. Names the
@@ -561,7 +560,8 @@ _MODES: tuple[Callable[[], Hashable], ...] = (
     torch.is_grad_enabled,
     torch.is_inference_mode_enabled,
     torch.get_default_dtype,
-    torch.get_float32_matmul_precision,
+    # torch.get_float32_matmul_precision raises once a program has set this.
+    lambda: torch.backends.cuda.matmul.fp32_precision == "tf32",
     torch.are_deterministic_algorithms_enabled,
     flash_sdp_enabled,
     mem_efficient_sdp_enabled,

@@ -691,9 +691,8 @@ REFUSED = {
 
 
 def plain(*capturables: Any, **settings: Any) -> Callable[[Any], Any]:
-    """Stands where `graphed_step` does: the function itself, with the same learning rates.
-
-    A rate in a float32 tensor, from which a schedule computes the next one, is rounded each time.
+    """Stands where `graphed_step` does: the function itself, with learning rates in tensors, with
+    which torch rounds otherwise.
     """
     optimizers = [capturable(x) for x in capturables if isinstance(x, torch.optim.Optimizer)]
 
@@ -701,7 +700,10 @@ def plain(*capturables: Any, **settings: Any) -> Callable[[Any], Any]:
         def step(*args: Any, **kwargs: Any) -> Any:
             for optimizer in optimizers:
                 optimizer.begin_call()
-            return function(*args, **kwargs)
+            found = function(*args, **kwargs)
+            for optimizer in optimizers:
+                optimizer.replayed()
+            return found
 
         return step
 

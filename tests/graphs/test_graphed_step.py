@@ -44,15 +44,15 @@ def training() -> tuple[nn.Module, Any]:
 def test_a_step_on_the_cpu_trains_as_the_function_itself() -> None:
     ours, step = training()
     plain, other = training()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", message=".*cpu has no graphs")
-        for number in range(6):
-            x = torch.full((3, 4), float(number))
-            assert torch.equal(step(x)["loss"], other.__wrapped__(x)["loss"])
+    inputs = [torch.full((3, 4), float(number)) for number in range(6)]
+    with pytest.warns(
+        shardgrad.UncapturableStepWarning, match="eagerly on every call, because cpu has no graphs"
+    ) as caught:
+        losses = [step(x)["loss"].item() for x in inputs]
+    assert losses == [other.__wrapped__(x)["loss"].item() for x in inputs]
     for first, second in zip(ours.parameters(), plain.parameters(), strict=True):
         assert torch.equal(first, second)
-    assert (step.eager_steps, step.captures, step.replays) == (6, 0, 0)
+    assert [warning.filename for warning in caught] == [__file__]  # it says so once
 
 
 def test_an_argument_that_an_eager_step_keeps_and_writes_is_as_in_a_plain_call() -> None:
@@ -71,26 +71,9 @@ def test_an_argument_that_an_eager_step_keeps_and_writes_is_as_in_a_plain_call()
         assert not given.requires_grad
 
 
-def test_a_device_without_graphs_is_told_once() -> None:
-    @shardgrad.graphed_step(nn.Linear(4, 4))
-    def step(x: Tensor) -> Tensor:
-        return x + 1
-
-    with pytest.warns(
-        shardgrad.UncapturableStepWarning,
-        match="runs eagerly on every call, because cpu has no graphs",
-    ) as caught:
-        step(torch.ones(2))
-    assert caught[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        step(torch.ones(2))
-
-
 HOST_WORK: dict[str, Callable[[Tensor, Any], object]] = {
     "loss.item": lambda loss, schedule: loss.item(),
     "if loss": lambda loss, schedule: 1 if loss > 3 else 2,
-    "print(loss)": lambda loss, schedule: print(loss),
     "format(loss)": lambda loss, schedule: f"{loss:.2f}",
     "schedule.last_epoch changed from 0 to 1": lambda loss, schedule: schedule.step(),
     "": lambda loss, schedule: shardgrad.graphs.outside(loss.item),
@@ -134,16 +117,6 @@ def test_seven_new_shapes_in_a_row_are_a_warning_with_the_last() -> None:
     ) as caught:
         step(torch.ones(13, 4))
     assert caught[0].filename == __file__
-
-
-def test_a_number_that_changes_with_each_batch_is_a_warning_that_says_to_round_it() -> None:
-    @shardgrad.graphed_step()
-    def step(x: Tensor, max_seqlen: int) -> Tensor:
-        return x * max_seqlen
-
-    with pytest.warns(shardgrad.UncapturableStepWarning, match=r"'int', 7\) became .*'int', 8\)"):
-        assert [step(torch.ones(()), n).item() for n in range(2, 10)] == [*range(2, 10)]
-    assert step(torch.ones(()), True).item() == step(torch.ones(()), 1.0).item() == 1.0
 
 
 def test_a_number_that_a_schedule_changes_before_each_call_is_a_warning_that_names_it() -> None:
@@ -208,7 +181,7 @@ def test_an_input_has_the_layout_that_the_program_gave_it() -> None:
 
 
 def test_a_step_may_be_evaluated_before_it_trains() -> None:
-    model = nn.Linear(2, 1)
+    model = nn.LazyLinear(1)
     step = shardgrad.graphed_step(model)(lambda x: model(x).sum())
     modes = torch.inference_mode, torch.enable_grad, torch.no_grad
     for number, mode in enumerate(modes):
@@ -269,7 +242,7 @@ def _set_to(setting: Callable[[Any], None], value: Any, before: Any) -> Iterator
 
 def test_each_mode_that_changes_what_is_launched_has_graphs_of_its_own() -> None:
     """What `_modes` tells apart is captured apart."""
-    cpu = torch.device("cpu")
+    cpu, matmul = torch.device("cpu"), torch.backends.cuda.matmul
     seen = [_modes(cpu)]
     for mode in (
         torch.no_grad(),
@@ -278,7 +251,7 @@ def test_each_mode_that_changes_what_is_launched_has_graphs_of_its_own() -> None
         torch.autocast("cpu", torch.float16),
         *(sdpa_kernel(each) for each in _ATTENTION),
         _set_to(torch.set_default_dtype, torch.float64, torch.get_default_dtype()),
-        _set_to(torch.set_float32_matmul_precision, "high", torch.get_float32_matmul_precision()),
+        _set_to(partial(setattr, matmul, "fp32_precision"), "tf32", matmul.fp32_precision),
         _set_to(torch.use_deterministic_algorithms, True, False),
     ):
         with mode:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from shardgrad.graphs.capturable import capturable, host_snapshot
-from shardgrad.graphs.inputs import flatten_inputs
+from shardgrad.graphs.inputs import InputBuffers, flatten_inputs
 from shardgrad.graphs.pool import GraphPool
 from shardgrad.graphs.reads import Reads
 
@@ -34,6 +34,8 @@ def test_a_group_keeps_the_tensor_of_its_learning_rate_when_another_goes() -> No
     state.begin_call()
     assert groups[0]["lr"].is_meta
     rate = groups[1]["lr"]
+    state.replayed()
+    assert repr(groups[1]["lr"]) == "0.25"  # a number that the program may keep
     groups[1]["lr"] = 0.75
     del optimizer.param_groups[0]
     optimizer.add_param_group({"params": [third], "lr": 0.125})
@@ -57,6 +59,12 @@ def test_zeros_of_either_sign_are_two_inputs_and_nan_is_one() -> None:
     zero, other, nan, same = (flatten_inputs((number,), {}).key for number in numbers)
     assert zero != other
     assert nan == same
+
+
+def test_a_buffer_has_the_strides_of_its_argument_if_it_can_be_written() -> None:
+    given = torch.ones(4, 6)[:, ::2], torch.ones(1).expand(3)
+    sliced, expanded = InputBuffers(flatten_inputs(given, {}), CPU).buffers
+    assert [sliced.stride(), expanded.stride()] == [(6, 2), (1,)]
 
 
 def test_a_compiled_region_runs_compiled_in_a_capture() -> None:
