@@ -440,9 +440,7 @@ class FSDPModule:
             event: recorded after the optimizer's step. If parameters were replaced since, the
                 all-gathers wait for the current stream as well.
         """
-        unit = self._unit
-        context = lazy_init(unit)
-        context.post_optim_event = event
+        lazy_init(self._unit).post_optim_event = event
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
@@ -471,9 +469,8 @@ class FSDPModule:
             )
         for unit in self._units(recurse):
             unit.max_reductions = max_input_buffers
-            context = unit.context
-            if context is not None:
-                context.size_reduce_ring()
+            if unit.context is not None:
+                unit.context.size_reduce_ring()
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
@@ -485,8 +482,9 @@ class FSDPModule:
         """
         from shardgrad.features.custom_comms import separate_reductions
 
-        groups = [group for unit in self._units(recurse) for group in unit.groups]
-        separate_reductions(groups, enable=enable)
+        separate_reductions(
+            [group for unit in self._units(recurse) for group in unit.groups], enable=enable
+        )
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Allocates this unit's communication buffers from the process group, if its backend can.
@@ -565,6 +563,8 @@ class FSDPModule:
         from shardgrad.engine.replaced_params import adopt
 
         self.reshard()
+        for grads in self._unit.grad_groups:
+            grads.join()  # gradients in flight come in the dtype that the parameters still have
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         for group in self._unit.groups:
             # The modules of a list move one after another; their unit adopts them after the last

@@ -316,8 +316,13 @@ class GradGroup:
 
     def known_to_graph(self) -> object:
         """Returns the objects whose memory a graph may use, for the graph to keep alive."""
-        tails = self.scheduler and self.scheduler.comm_ctx.tails
-        return self.shard, self.layout, self.sums, self.partial.tensor, tails
+        return (
+            self.shard,
+            self.layout,
+            self.sums,
+            self.partial.tensor,
+            self.scheduler and self.scheduler.comm_ctx.tails,
+        )
 
     # -- collecting
 
@@ -668,6 +673,8 @@ class GradGroup:
         was_summed = self.state is SENT and self.is_due
         # This backward was added to the sums of earlier ones, and cannot be subtracted.
         self._drop_collected()
+        for unsharded in self.unsharded:
+            unsharded.grad = None
         if was_summed:
             self.summed = ()
         return was_summed
@@ -694,7 +701,11 @@ def _collect(owner: weakref.ref[GradGroup], unsharded: torch.Tensor) -> None:
     scheduler = grads.scheduler
     if not scheduler.backward_running or scheduler.callback() is None:
         scheduler.begin_backward(in_autograd=True)
-    is_last = grads.take(unsharded, grad, scheduler.comm_ctx.streams)
+    # A hook that the program has registered here, on the unsharded parameter, comes next and reads
+    # the gradient. `collect_written` takes it afterwards.
+    is_last = len(unsharded._post_accumulate_grad_hooks or ()) == 1 and grads.take(
+        unsharded, grad, scheduler.comm_ctx.streams
+    )
     if scheduler.participation is not None:
         scheduler.participation.note(grads)
     # Only a group whose unit's inputs need no gradients is complete now. Others are closed by their
@@ -843,8 +854,7 @@ class ReductionScheduler:
         grads.collect_written(self.comm_ctx.streams)
         only_sums = grads.group.stage.sums_unsharded and not self.is_last_backward
         if grads.settings.requires_sync and not only_sums:
-            all_reduces = grads.settings.requires_all_reduce
-            reduction = grads.launch(self.comm_ctx, all_reduces=all_reduces)
+            reduction = grads.launch(self.comm_ctx, all_reduces=grads.settings.requires_all_reduce)
             # At most two groups' gradients exist at once, those being sent and the next ones: end
             # the reduction before, if it still keeps zero-copy gradients alive.
             for earlier in self._launched[-1:]:

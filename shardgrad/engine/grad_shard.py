@@ -239,14 +239,13 @@ class GradShard:
         return self.memory is not GradMemory.NONE
 
     def free(self, reader: Stream) -> None:
-        """Frees the memory; all gradients are None. If the program keeps any, it keeps all of it.
+        """Frees the memory, which exists; all gradients are None. If the program keeps any, it
+        keeps all of it.
 
         The program reads kept gradients on `reader`.
 
         Streams: `self.stream` must be ordered after all uses.
         """
-        if self.memory is GradMemory.NONE:
-            return
         self.flagged = [False] * self.count
         kept = self.held()
         if kept:
@@ -278,8 +277,7 @@ class GradShard:
         if self._is_persistent or self.memory is GradMemory.NONE:
             return
         if self.is_captured:
-            absent = enumerate(self.bound())
-            self._overwritten += [place for place, grad in absent if grad is None]
+            self._overwritten += [i for i, grad in enumerate(self.bound()) if grad is None]
         elif held := self.held():
             # A bound gradient may be held as well. It is added to, and expected to change.
             bound = self.bound()

@@ -578,8 +578,10 @@ class ParamGroup:
 
     def local_views(self) -> list[torch.Tensor]:
         """Returns this rank's piece of each parameter, over the shard's memory."""
-        stored = self.layout.local_views(self.shard, self.mesh.shard_rank)
-        return [from_bytes(view, self.dtype) for view in stored]
+        return [
+            from_bytes(view, self.dtype)
+            for view in self.layout.local_views(self.shard, self.mesh.shard_rank)
+        ]
 
     @torch.no_grad()
     def shard_params(self) -> None:

@@ -85,6 +85,7 @@ def sleep(
     shards = [group.shard for unit in context.units for group in unit.groups] if level > 1 else []
     gradients = [grads.shard for grads in context.grad_groups if grads.shard] if level > 1 else []
     require_virtual(shard for shard in shards if not shard.is_meta)
+    context.join()  # a reduction in flight would bring its gradients into memory that is released
     if not all(gradient.are_absent() for gradient in gradients):
         raise OptionError(
             "sleep() would discard gradients",

@@ -200,8 +200,9 @@ class ShardLayout:
     @cached_property
     def whole(self) -> ShardLayout:
         """The layout of the unsharded parameters, side by side."""
-        shapes = [piece.shape for piece in self.pieces]
-        return ShardLayout.of(shapes, 1, alignment=self.alignment, with_flags=False)
+        return ShardLayout.of(
+            [piece.shape for piece in self.pieces], 1, alignment=self.alignment, with_flags=False
+        )
 
     @cached_property
     def strided(self) -> tuple[int, ...]:

@@ -262,14 +262,15 @@ class Script(ABC):
 
     def hook(self, op: Op) -> Seen:
         """Halves a gradient whenever it has been reduced, or refuses it; once more takes the hook
-        away.
+        away. On what is "shown", an unsharded parameter, it comes before the reduction.
         """
         name = self._name(op.n)
         if name in self._hooks:
             self._hooks.pop(name).remove()
         else:
             hook = self._refuse if op.how == "refuses" else self._halve
-            self._hooks[name] = self.params[name].register_post_accumulate_grad_hook(hook)
+            param = self.own(name) if op.how == "shown" else self.params[name]
+            self._hooks[name] = param.register_post_accumulate_grad_hook(hook)
         return {}
 
     def _refuse(self, param: Any) -> None:
