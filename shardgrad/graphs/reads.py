@@ -254,6 +254,10 @@ class Reads(TorchDispatchMode):
             if before() is not value:
                 holder = place.holder()
                 self._left.append(partial(holder.put, holder.found()))
+                # A replay assigns the same tensor, so it must still be where the block took it.
+                for storage in storages_of([value]) - self._made.keys():
+                    for source, found in self._candidates[storage]:
+                        self.places.setdefault(source, (found, host_value(value)))
             elif address_of(value) != address:
                 raise CaptureError(
                     f"it replaces the data of {place.name}, which a replay would not do",

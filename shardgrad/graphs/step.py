@@ -466,7 +466,7 @@ class GraphedStep(Generic[_P, _R]):
         latest = [each for each in self._graphs if each.key == self._before][-_LOST:]
         if len(latest) == _LOST and not any(each.is_compared for each in latest):
             raise CaptureError(
-                "it reads memory that was replaced or freed before the next call, "
+                "it uses memory that was replaced or freed before the next call, "
                 f"{_LOST} times in a row",
                 where=listed(latest[-1].reads.changed()),
                 fix="pass the tensor as an argument, or keep one tensor and write into it",

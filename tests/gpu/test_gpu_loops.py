@@ -484,14 +484,12 @@ def class_weights(graphed: Any, device: torch.device) -> Values:
     return called(train_step, ROWS, 2)
 
 
-def queue(graphed: Any, device: torch.device) -> Values:
-    rows, state = torch.zeros(ROWS * STEPS, device=device), {"next": 0}
+def result_of_before(graphed: Any, device: torch.device) -> Values:
+    held = SimpleNamespace(last=torch.zeros((), device=device), before=None)
 
     @graphed(warmup=1)
-    def train_step(made: Tensor) -> Tensor:
-        rows[state["next"] : state["next"] + ROWS].copy_(made)
-        state["next"] += ROWS
-        return made.sum()
+    def train_step(batch: Tensor) -> None:
+        held.before, held.last = held.last, batch.sum()
 
     return called(train_step, ROWS)
 
@@ -619,10 +617,10 @@ REFUSED = {
         r"copies a tensor or a number from the host[\s\S]*in train_step: made = torch\.tensor"
         r"[\s\S]*\n  try:      create it before the step",
     ),
-    "a queue whose end is a number": (
-        queue,
-        r"computed different values of rows\n[\s\S]*state\['next'\] changed from 4 to 8[\s\S]*"
-        r"pass values that change",
+    "the result of before": (
+        result_of_before,
+        r"uses memory that was replaced or freed before the next call, 3 times in a row[\s\S]*"
+        r"held\.last\n  try:      pass the tensor as an argument, or keep one tensor and write",
     ),
     "the batch of before": (
         batch_of_before,
