@@ -35,7 +35,7 @@ def detached(outputs: Any) -> Any:
     return tree_map_with_path(check, outputs)
 
 
-def apart_from(state: Iterable[Any], outputs: Any) -> Any:
+def apart_from(state: Iterable[torch.Tensor], outputs: Any) -> Any:
     """Returns the outputs, with a copy of each that shares memory with the step's state or inputs.
 
     A graph's outputs live as long as the graph. An output that is a gradient would count as one

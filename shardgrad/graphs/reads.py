@@ -57,7 +57,7 @@ class Reads(TorchDispatchMode):
         modules: the modules that were passed to `graphed_step`.
         objects: the objects among the step's arguments that are neither tensors nor numbers.
         pool: the pool of the graph that the block is captured in.
-        state: what has the tensors of capturables, whose replacement the guards detect.
+        state: tensors of capturables, whose replacement the guards detect.
         inputs: the graph's inputs, which hold the next call's arguments in the next call.
         generators: the generators that were passed to `graphed_step`.
 
@@ -79,7 +79,7 @@ class Reads(TorchDispatchMode):
         modules: Sequence[nn.Module],
         objects: Iterable[Any],
         pool: GraphPool,
-        state: Iterable[Any],
+        state: Iterable[torch.Tensor],
         inputs: Sequence[torch.Tensor],
         generators: Sequence[torch.Generator],
     ) -> None:

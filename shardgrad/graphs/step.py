@@ -187,7 +187,7 @@ class GraphedStep(Generic[_P, _R]):
         # A graph cannot draw from those of the host: a comparison finds what it froze of them.
         self._generators = [each for each in generators if each.device.type != "cpu"]
         self._capturables = list(map(capturable, objects))
-        devices = (tensor.device for _, tensor in self._state())
+        devices = (tensor.device for tensor in self._tensors())
         self.pool = pool or GraphPool(next(devices, None))
         self._graphs: list[CapturedStep] = []  # in order of use, the most recently used last
         # By input key: the buffers of the graphs, and why calls always run eagerly.
@@ -437,7 +437,7 @@ class GraphedStep(Generic[_P, _R]):
             self._modules,
             buffers.objects,
             self.pool,
-            chain.from_iterable(self._state()),
+            self._tensors(),
             buffers.buffers,
             self._generators,
         )
@@ -454,7 +454,7 @@ class GraphedStep(Generic[_P, _R]):
                     fix="change modes between calls, or in a with block",
                 )
             # The state after the function ran: gradients may have been allocated in the capture.
-            captured.outputs = apart_from(chain(*self._state(), buffers.buffers), outputs)
+            captured.outputs = apart_from(chain(self._tensors(), buffers.buffers), outputs)
         captured.parts += reads.close()
         has_graphs(self)
         return captured
@@ -481,6 +481,9 @@ class GraphedStep(Generic[_P, _R]):
         for number, each in enumerate(self._capturables):
             for name, tensor in each.tensors():
                 yield f"{name} (capturable {number})", tensor
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        return (tensor for _, tensor in self._state())
 
     def _refuse(self, error: Exception) -> None:
         """Makes all later calls with this input key run eagerly, and raises or warns. Names the
