@@ -16,7 +16,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Collection, Iterable, Iterator
-from itertools import chain
+from itertools import chain, takewhile
 from operator import methodcaller
 from traceback import walk_stack
 from typing import Any
@@ -128,7 +128,8 @@ class UnownedParams:
         """Returns the modules that call this unit, outermost first, without those that another unit
         searches.
         """
-        for module in _modules_on_stack():
+        # A replica has what it calls. `modules_under` yields not even the replica itself.
+        for module in takewhile(_is_no_replica, _modules_on_stack()):
             looks = _around.get(module)
             if module not in self._unit.modules and (looks is None or looks() is None):
                 _around[module] = weakref.ref(self)
@@ -165,6 +166,10 @@ def _modules_on_stack() -> list[nn.Module]:
         if frame.f_code is _CALL:
             found[frame.f_locals["self"]] = None
     return list(found)[::-1]
+
+
+def _is_no_replica(module: nn.Module) -> bool:
+    return any(modules_under([module], with_units=True))
 
 
 def _trains(slot: _Slot) -> bool:

@@ -120,8 +120,8 @@ def test_what_was_frozen_is_refused_when_it_begins_to_train(is_around: bool) -> 
         an_adapter(model)
         late, name = model[1].lora, r"1\.lora\.weight"
     late.requires_grad_(False)
-    for step in range(2):
-        loss_of(SHARDGRAD, model, step).backward()
+    for _ in range(2):
+        loss_of(SHARDGRAD, model).backward()
     late.requires_grad_(True)
     with pytest.raises(UnownedParameterError, match=name):
         loss_of(SHARDGRAD, model)
@@ -133,5 +133,5 @@ def test_replicas_of_ddp_around_the_units_are_left_to_the_program() -> None:
     # model meanwhile, and waits for a mutex that is no more.
     agent = Agent(blocks(SHARDGRAD), DistributedDataParallel(nn.Linear(WIDTH, 1)))
     loss_of(SHARDGRAD, agent).backward()
-    replica = replicate(Agent(blocks(SHARDGRAD), nn.Linear(WIDTH, 1)))
+    replica = replicate(nn.Sequential(Agent(blocks(SHARDGRAD), nn.Linear(WIDTH, 1))))
     loss_of(SHARDGRAD, replica).backward()
