@@ -426,8 +426,9 @@ class GradShard:
         if told is not None:
             touched, flags, arrived = told
             arrived.wait_on_host()
-            pairs = zip(touched, flags.tolist(), strict=True)
-            seen = self._seen[touched] = tuple([here or flag > 0 for here, flag in pairs])
+            seen = self._seen[touched] = tuple(
+                [here or flag > 0 for here, flag in zip(touched, flags.tolist(), strict=True)]
+            )
             # All at once, so that hooks run in the same order on every rank.
             self._bind(seen)
         if self._brought is not None:
@@ -515,8 +516,7 @@ class GradShard:
     def verdicts(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Returns the verdicts on the gradients of these parameters, each verdict once."""
         places = map(self._index.get, map(id, params))  # in C, since each step asks
-        found = [self.judged[place] for place in places if place in self.judged]
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys([self.judged[each] for each in places if each in self.judged]))
 
     def _versions(self) -> list[int]:
         """Returns the version of each gradient, which changes with every write by the program."""

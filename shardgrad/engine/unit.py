@@ -855,14 +855,16 @@ class RootContext(ReductionScheduler):
         self.drop_reductions()
 
     def _abandon(self) -> None:
-        # Under `participate`, other ranks may not have failed, and keep what stages keep.
-        drop_kept = self.participation is None
+        participation = self.participation
         self.forward_root = self.ran_last = self.participation = None
         for unit in self.units:
             # A loss of an earlier forward may still run backward. A unit with several calls in it
             # is then reduced once per call.
             unit.forget_calls()
-            unit.reshard(drop_kept=drop_kept)
+            if participation is None:
+                unit.reshard(drop_kept=True)
+            else:  # other ranks may not have failed, and keep what they have gathered
+                unit.show_sharded()
 
     def quiesce(self) -> None:
         """Completes everything in flight and reshards all parameters; clears an iteration cut
