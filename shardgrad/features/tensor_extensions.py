@@ -22,6 +22,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -87,12 +88,16 @@ class _Input:
         offset: its first byte in a chunk.
         nbytes: its size on each rank.
         shape: its shape on each rank.
-        output: the tensor that receives those of all ranks, in rank order along dim 0.
+        prefix: how often the tensors of all ranks alternate in the output. It is the product of the
+            dims before the sharded one, so that the output is in the order of the parameter; but 1
+            if the tensor has no fixed number of elements for each of the shard, as a scale.
+        output: the tensor that receives those of all ranks.
     """
 
     offset: int
     nbytes: int
     shape: torch.Size
+    prefix: int
     output: torch.Tensor
 
     @property
@@ -224,14 +229,17 @@ class ExtensionGroup(ParamGroup):
         """
         offset = 0
         outputs: list[torch.Tensor] = []
-        for tensors in answers:
+        for tensors, piece in zip(answers, self.layout.pieces, strict=True):
             inputs = []
+            shape = piece.local_shape(0)
             for tensor in tensors:
                 nbytes = tensor.numel() * tensor.itemsize
                 numel = tensor.numel() * self.mesh.shard_size
                 output = torch.empty(numel, dtype=tensor.dtype, device=self.mesh.device)
                 outputs.append(output)
-                inputs.append(_Input(offset, nbytes, tensor.size(), output))
+                is_whole = tensor.numel() % max(1, prod(shape)) == 0
+                prefix = prod(shape[: piece.dim]) if is_whole else 1
+                inputs.append(_Input(offset, nbytes, tensor.size(), prefix, output))
                 offset += -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
             self._tensors.append(inputs)
         offset += -(-TAG_NUMEL // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
@@ -250,9 +258,10 @@ class ExtensionGroup(ParamGroup):
             for place in (place for inputs in self._tensors for place in inputs):
                 if place.nbytes:
                     # `.data` has its own version counter, so autograd does not see a refill.
-                    whole = place.output.data.view(_BYTE).view(-1, place.nbytes)
-                    into.append(whole)
-                    pieces.append(chunks.narrow(1, place.offset, place.nbytes))
+                    whole = place.output.data.view(_BYTE)
+                    into.append(whole.view(place.prefix, len(chunks), -1).transpose(0, 1))
+                    sent = chunks.narrow(1, place.offset, place.nbytes)
+                    pieces.append(sent.unflatten(1, (place.prefix, -1)))
             if into:
                 torch._foreach_copy_(into, pieces)
             for p, inputs, metadata in zip(self.params, self._tensors, self._metadata, strict=True):

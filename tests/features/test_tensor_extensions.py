@@ -24,6 +24,7 @@ from tests.support.parity import (
     as_under_fsdp2,
     assert_close,
     hsdp_mesh,
+    last_dim,
     same_bits_as_fsdp2,
     stack,
 )
@@ -53,13 +54,13 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
         (Narrowed, (6, 8, 4), {"micro_batches": 2, "sync_each": False}),
         (Narrowed, (6, 8, 4), {"optimizer": "fused adamw"}),
         (Quantized, (6, 8, 4), {}),
-        (Scaled, (6, 8, 4), {}),
+        (Scaled, (6, 8, 4), {"shard_placement_fn": last_dim}),
         (Blocked, (32, 4, 32), {}),
         (Chunked, (6, 8, 4), {}),
     ],
     ids=[
         *("bf16", "uneven_and_no_rows", "kept", "bf16_policy", "sync_last", "fused"),
-        *("int8_and_scales", "float8", "mxfp8", "nf4"),
+        *("int8_and_scales", "float8_by_columns", "mxfp8", "nf4"),
     ],
 )
 def test_extensions_train_bit_for_bit_like_under_fsdp2(

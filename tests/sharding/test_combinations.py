@@ -27,15 +27,12 @@ from tests.support.parity import (
     Tensors,
     assert_same_bits,
     hsdp_mesh,
+    last_dim,
     stack,
     train_squares,
 )
 from tests.support.ranks import on_ranks
 from tests.support.tensor_extensions import Narrowed
-
-
-def last_dim(param: nn.Parameter) -> Shard:
-    return Shard(param.ndim - 1)
 
 
 def train(kind: str, micro_batches: int, **options: Any) -> Tensors:

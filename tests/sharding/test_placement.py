@@ -25,6 +25,7 @@ from tests.support.parity import (
     Tensors,
     as_under_fsdp2,
     closely_as_under_fsdp2,
+    last_dim,
     stack,
     train_squares,
 )
@@ -33,10 +34,6 @@ from tests.support.ranks import on_ranks
 
 def largest_dim(param: nn.Parameter) -> Shard:
     return Shard(max(range(param.ndim), key=lambda dim: param.shape[dim]))
-
-
-def last_dim(param: nn.Parameter) -> Shard:
-    return Shard(-1)
 
 
 def sometimes(param: nn.Parameter) -> Shard | None:

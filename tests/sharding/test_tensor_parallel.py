@@ -34,6 +34,7 @@ from tests.support.parity import (
     assert_close,
     assert_same_bits,
     closely_as_under_fsdp2,
+    last_dim,
     same_bits_as_fsdp2,
     unchanged,
 )
@@ -51,10 +52,6 @@ from tests.support.tensor_parallel import (
 from tests.support.two_engines import whole
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-def along_columns(param: nn.Parameter) -> Shard:
-    return Shard(param.ndim - 1)
 
 
 def left_free(param: nn.Parameter) -> Shard:
@@ -77,7 +74,7 @@ def left_free(param: nn.Parameter) -> Shard:
         {"max_norm": 0.1},
         {"recomputed": True},
         {"from_meta": True},
-        {"hidden": 8, "shard_placement_fn": along_columns},
+        {"hidden": 8, "shard_placement_fn": last_dim},
         {"hidden": 8, "shard_placement_fn": left_free},
     ],
     ids=str,
@@ -119,7 +116,7 @@ def describe(engine: Engine, shape: tuple[int, ...], **options: Any) -> dict[str
 @pytest.mark.parametrize("shape", [(2, 2), (2, 1, 2)], ids=["2d", "3d"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"shard_placement_fn": along_columns}, {"shard_placement_fn": left_free}],
+    [{}, {"shard_placement_fn": last_dim}, {"shard_placement_fn": left_free}],
     ids=["rows", "columns", "the dim left free"],
 )
 @on_ranks(4)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import shardgrad
 from shardgrad.engine import transports
@@ -256,6 +256,11 @@ UNSHARDED = Engine("unsharded", _leave_alone, whole_batch=True, gathers=True)
 @cache
 def hsdp_mesh(replicas: int, shards: int) -> DeviceMesh:
     return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+
+
+def last_dim(param: nn.Parameter) -> Shard:
+    """A `shard_placement_fn`."""
+    return Shard(-1)
 
 
 # -- loops

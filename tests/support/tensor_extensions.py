@@ -147,7 +147,7 @@ class Quantized(Narrowed):
         if out is None:
             return whole, (whole,)
         with torch.no_grad(), _unsafe_preserve_version_counter(out):
-            out.copy_(whole)
+            out.copy_(whole.view_as(out))
         return None
 
 
