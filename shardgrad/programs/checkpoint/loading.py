@@ -43,8 +43,8 @@ def load(
     Everything is checked before anything is changed: names, shapes, and with `verify` every byte of
     a checkpoint that has checksums. Of one that another tool wrote, damage is found, if at all,
     while it is read. The number of ranks and the sharding may differ from those of the save. Where
-    one side has a number and the other a tensor of shape (), as a learning rate is in a graphed
-    step, the state keeps its kind.
+    one side has a number and the other a tensor of shape (), as a learning rate may be, the state
+    keeps its kind.
 
     Args:
         state: a state of the structure that was saved. Its tensors are filled in place and keep
