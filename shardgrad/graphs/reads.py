@@ -228,7 +228,8 @@ class Reads(TorchDispatchMode):
 
     def refuse_host_work(self) -> None:
         """Refuses a step that steps a schedule, appends tensors to a list or replaces the data of a
-        tensor, and one that stores an argument and reads it in the next call.
+        tensor, and one that stores an argument and reads it in the next call. Notes the tensors
+        that the step has put elsewhere, which each replay has to assign.
         """
         for place, value in self.numbers:
             # The count of a schedule of torch's is its `last_epoch`.
