@@ -426,9 +426,8 @@ class GradShard:
         if told is not None:
             touched, flags, arrived = told
             arrived.wait_on_host()
-            seen = self._seen[touched] = tuple(
-                [here or flag > 0 for here, flag in zip(touched, flags.tolist(), strict=True)]
-            )
+            pairs = zip(touched, flags.tolist(), strict=True)
+            seen = self._seen[touched] = tuple([here or flag > 0 for here, flag in pairs])
             # All at once, so that hooks run in the same order on every rank.
             self._bind(seen)
         if self._brought is not None:

@@ -220,7 +220,7 @@ class OptimizerState(Capturable):
             if group["lr"] is own and own._version == version:
                 group["lr"] = rate
 
-    at_eager_border = replayed
+    at_eager_border = replayed  # an eager call ends like a replay
 
     def guards(self) -> Hashable:
         """See `Capturable`."""

@@ -185,9 +185,7 @@ def watched(
         found: the list to add to.
     """
     before = list(closed_over(function, modules))
-    reads = _HostReads()  # type: ignore[no-untyped-call]
-    reads.found = found
-    with reads:
+    with _HostReads(found):
         yield
     found += changed_numbers(before)
 
@@ -195,7 +193,9 @@ def watched(
 class _HostReads(TorchDispatchMode):
     """Adds the program's lines with operations of `_HOST_READS` to `found`."""
 
-    found: list[str]
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._found = found
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -212,7 +212,7 @@ class _HostReads(TorchDispatchMode):
             is_allowed = eager_regions.__file__ in [frame.filename for frame in stack]
             if is_of_the_program(reader.filename) and not is_allowed:
                 file, number, name, text = reader
-                self.found.append(f"{file}:{number} in {name}: {text}")
+                self._found.append(f"{file}:{number} in {name}: {text}")
         return func(*args, **(kwargs or {}))
 
 
