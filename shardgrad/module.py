@@ -379,6 +379,29 @@ class FSDPModule:
             refuse_own_reduce_scatter(group, comm)
         self._set_collectives(reduce_scatter=comm)
 
+    def set_all_gather_layout(self, layout: Any) -> None:
+        """Accepts torch's own layouts (torch 2.16) without effect.
+
+        They only choose how to make copies that the engine makes in its own way.
+
+        Raises:
+            UnsupportedError: a custom layout, or one with its own collective or output function.
+        """
+        from shardgrad.features.custom_comms import require_torchs
+
+        parts = (getattr(layout, name, None) for name in ("comm", "output_fn"))
+        require_torchs("set_all_gather_layout", type(layout), *parts)
+
+    def set_reduce_scatter_input_fn(self, fn: Any) -> None:
+        """Accepts torch's own functions (torch 2.16) without effect; see `set_all_gather_layout`.
+
+        Raises:
+            UnsupportedError: a custom function.
+        """
+        from shardgrad.features.custom_comms import require_torchs
+
+        require_torchs("set_reduce_scatter_input_fn", fn)
+
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
     ) -> None:

@@ -15,13 +15,14 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
+import torch.distributed.fsdp as torch_fsdp
 
 from shardgrad.engine.buffers import Allocate, Chunks
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext, Route
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.transports import MessageTag, StreamTransport, Work
 from shardgrad.engine.unit import Unit
-from shardgrad.errors import CustomCommError
+from shardgrad.errors import CustomCommError, unsupported
 
 
 def memory_of_process_group(group: dist.ProcessGroup) -> Allocate:
@@ -193,6 +194,20 @@ def _require_default_comms(unit: Unit, method: str) -> None:
                     where=f"unit {unit.name or 'root'!r}",
                     fix="allocate that memory in the allocate() of the custom collective",
                 )
+
+
+def require_torchs(method: str, *parts: Any) -> None:
+    """Refuses arguments of `method` that are not torch's own.
+
+    Raises:
+        UnsupportedError: an argument is not.
+    """
+    for part in parts:
+        if part is not None and not part.__module__.startswith(f"{torch_fsdp.__name__}."):
+            raise unsupported(
+                f"FSDPModule.{method}({getattr(part, '__name__', part)})",
+                instead="omit it, or use set_custom_all_gather and set_custom_reduce_scatter",
+            )
 
 
 class _CommTransport(StreamTransport):

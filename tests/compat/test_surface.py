@@ -13,6 +13,7 @@ import torch
 from torch.distributed import fsdp
 
 import shardgrad
+from shardgrad.errors import UnsupportedError
 from tests.support.surface import common_of, rows_of, surface
 
 PAGE = Path(__file__).parents[2] / "docs/reference/fsdp2.md"
@@ -105,3 +106,34 @@ def test_every_method_of_every_version_is_here() -> None:
         signature = inspect.signature(getattr(shardgrad.FSDPModule, name))
         bare = [p.replace(annotation=p.empty) for p in list(signature.parameters.values())[1:]]
         assert str(inspect.Signature(bare)) == f"({parameters})", name
+
+
+class _Layout:
+    """As torch 2.16 has it: `DefaultAllGatherLayout(output_fn)`."""
+
+    comm = None
+
+    def __init__(self, output_fn: Any) -> None:
+        self.output_fn = output_fn
+
+
+def _copy(*_: Any) -> None:
+    """Torch's own, or the program's, by its module."""
+
+
+def test_torchs_own_layouts_of_2_16_are_taken_and_a_programs_own_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    methods: Any = shardgrad.FSDPModule
+    for function in (_copy, _Layout):
+        monkeypatch.setattr(function, "__module__", f"{fsdp.__name__}.experimental")
+    methods.set_all_gather_layout(None, _Layout(_copy))
+    methods.set_reduce_scatter_input_fn(None, _copy)
+    own = type("Own", (_Layout,), {"__module__": __name__})(_copy)
+    with pytest.raises(UnsupportedError, match=r"FSDPModule\.set_all_gather_layout\(Own\)"):
+        methods.set_all_gather_layout(None, own)
+    monkeypatch.setattr(_copy, "__module__", __name__)
+    with pytest.raises(UnsupportedError, match=r"set_all_gather_layout\(_copy\)"):
+        methods.set_all_gather_layout(None, _Layout(_copy))
+    with pytest.raises(UnsupportedError, match=r"set_reduce_scatter_input_fn\(_copy\)"):
+        methods.set_reduce_scatter_input_fn(None, _copy)
