@@ -543,3 +543,30 @@ def test_memory_that_inductor_allocates_in_a_capture_is_the_graphs(
     for call in range(6):
         yield step(torch.full((2,), float(call), device=device))
     require_replays(step, 1, 5)
+
+
+def test_a_program_may_capture_its_accumulation_by_itself(device: torch.device) -> None:
+    """The capture waits for nothing that was recorded before it."""
+
+    def trained(replays: int) -> list[Tensor]:
+        model, x = build(), batch(0, device)
+        optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+
+        def step() -> None:
+            for is_last in (False, True):
+                model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
+                loss_of(model, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(5 - replays):
+            step()
+        if replays:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                step()
+            for _ in range(replays):
+                graph.replay()
+        return [each.full_tensor() for each in model.parameters()]  # type: ignore[attr-defined]
+
+    assert all(map(torch.equal, trained(0), trained(3)))
