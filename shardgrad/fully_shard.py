@@ -109,8 +109,8 @@ def fully_shard(
         gradient_policy: the attribute that reduced gradients are bound to, their dtype, and the
             dtype in which they are sent. Not in FSDP2.
         zero_stage: 3 shards parameters, gradients and optimizer states; 2 keeps parameters
-            unsharded from one optimizer step to the next; 1 also sums unsharded gradients until the
-            last backward (`set_is_last_backward`); "auto" keeps as many units unsharded as fit into
+            unsharded until the last backward of a step ends (`set_is_last_backward`); 1 also sums
+            unsharded gradients until then; "auto" keeps as many units unsharded as fit into
             the memory that is free after the first step; "hfsdp" shards everything over both axes
             of an HSDP mesh. Not in FSDP2.
         comm: "symmetric_memory" gathers parameters by copies from the memory of the other ranks,

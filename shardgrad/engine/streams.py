@@ -2,8 +2,8 @@
 
 The engine uses four streams: the caller's *compute* stream (the current one), one for all-gathers,
 one for reductions, and one for the second steps of reductions (an all-reduce over replicas). A
-stream waits for an *event*, a point in another stream's work, never for all of that work. The CPU
-has no streams: there, every operation does nothing and the engine's code is the same.
+stream waits for an *event*, a point in another stream's work, and not for later work. The CPU has
+no streams: there, every operation does nothing and the engine's code is the same.
 
 [Note: The border of a capture]
 A capture cannot wait for an event recorded outside of it, nor can later work wait for an event

@@ -112,7 +112,7 @@ def sleep(
 
 def wake(model: nn.Module, optimizer: Sleeper | None = None, pool: Sleeper | None = None) -> None:
     """Allocates the memory that `sleep` has released again, at the same addresses, and restores its
-    content.
+    content. If there is not enough memory, it may be called again.
 
     For example:
 
@@ -122,8 +122,6 @@ def wake(model: nn.Module, optimizer: Sleeper | None = None, pool: Sleeper | Non
         model: as for `sleep`.
         optimizer: as for `sleep`.
         pool: as for `sleep`.
-
-    If there is not enough memory, it may be called again.
 
     Streams: copies on the current stream. Capture: not safe.
     """

@@ -1,9 +1,9 @@
 """A training step as one graph: warm-up, capture, replay.
 
 Calls with the same input key (structure, shapes and dtypes) and equal guards (host state) share a
-graph. Such calls run in three phases:
+graph. Such calls run in four phases:
 
-    eager, until lazy initialization is done -> captured once -> replayed from then on
+    eager -> captured -> captured again and compared -> replayed from then on
 
 Every call is one training step in each of them.
 """

@@ -27,7 +27,7 @@ def plan(ctx: click.Context, /, **options: Any) -> None:
 
     The engine itself runs the step on fake tensors in a fake process group, so that any number of
     ranks (16,384 and more) can be planned on one CPU: a model of 8 billion parameters in seconds,
-    one of 70 billion in minutes. Sizes are those of rank 0, which holds at least as much
+    one of 70 billion in a minute. Sizes are those of rank 0, which holds at least as much
     as any other rank. Without a measurement (--mfu), times are a range: that of published runs on
     the same kind of GPU.
     """

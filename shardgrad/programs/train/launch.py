@@ -86,8 +86,8 @@ def _old_run(given: Mapping[str, Any], folder: Path) -> TrainConfig:
 def launch_ranks(config: TrainConfig, *, resume: bool) -> int:
     """Trains in processes that torchrun's agent starts on this machine.
 
-    Ctrl-C reaches the ranks themselves; SIGTERM is forwarded to them.
-    When a rank fails, the others are asked to stop, and killed if saving takes them over an hour.
+    Ctrl-C reaches the ranks themselves; SIGTERM is forwarded to them, and they are killed if saving
+    takes over an hour. When a rank fails, the others are asked to stop, and killed after 30 s.
 
     Returns:
         The exit status. The ranks have said what happened; what a rank could not say, this has.
