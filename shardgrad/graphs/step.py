@@ -113,7 +113,8 @@ def graphed_step(
             sharded module or trains a parameter that is not passed is refused.
         warmup: number of eager calls before the first capture, at least 1.
         pool: the `GraphPool` of another graphed step that uses the same models; None for a new one.
-        max_graphs: number of graphs to keep. Beyond it, the least recently used one is dropped.
+        max_graphs: number of graphs to keep. Beyond it, the least recently used one is dropped. The
+            next call of its kind runs eagerly, as that of a new kind does.
         on_uncapturable: what to do if a capture fails, once all state is restored: "raise" a
             CaptureError, or warn and run the call "eager". In both cases, later calls with the same
             input key run eagerly. Ranks must capture together: if only some can, the collectives of
@@ -369,7 +370,11 @@ class GraphedStep(Generic[_P, _R]):
             return None
         self._graphs.append(captured)
         while len(self._graphs) > self._max_graphs:
-            self._graphs.pop(0).reset()
+            dropped = self._graphs.pop(0)
+            # Its next call runs eagerly, so that kinds of calls in turn do not capture every time.
+            why = f"its graph was dropped, as there are more than max_graphs={self._max_graphs}"
+            self._seen[dropped.key] = dropped.redraws, why
+            dropped.reset()
         return captured
 
     def _compare(self, first: CapturedStep, inputs: Inputs) -> Any:

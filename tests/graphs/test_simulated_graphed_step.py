@@ -40,7 +40,8 @@ def test_each_shape_has_its_graph_and_the_oldest_is_dropped(
     with warnings.catch_warnings(action="error", category=shardgrad.UncapturableStepWarning):
         for number, rows in enumerate([*shapes, 1, 2, 3, 2, 5, 2, 7, 2, 8, 2, 9, 2, 10]):
             yield step(batch(number, rows))
-    require_replays(step, 6, 18)  # a third shape drops the one that was not used for longest
+    # A third shape drops the one that was not used for longest, whose next call runs eagerly.
+    require_replays(step, 4, 17)
     yield model
 
 
