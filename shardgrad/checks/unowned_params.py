@@ -91,7 +91,6 @@ class UnownedParams:
             return
         if self._unit.mesh.data_parallel_size == 1:
             return
-        self._known = None
         roots = [*self._callers_now(), *self._unit.modules]
         # Exclude parameters that two units share: the second unit refuses them, with its own error.
         shared = {

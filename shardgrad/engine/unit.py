@@ -422,7 +422,10 @@ class Unit:
             self.wait_for_unshard(context.comm_ctx)
 
     def _pre_backward_of_base(self, call: _Call, grad: object) -> None:
-        """Runs `pre_backward` unless an output's gradient already has."""
+        """Runs `pre_backward` unless an output's gradient already has.
+
+        The base may be the unit's input, whose gradient comes when the unit's backward is over.
+        """
         if call.begun_in != graph_task():
             self.pre_backward(call, grad)
 

@@ -102,9 +102,8 @@ def sleep(
             context.quiesce()
             memory = [tensor for tensor in shards if is_virtual(tensor)]
             flat = [gradient.flat for gradient in gradients if is_virtual(gradient.flat)]
+            give_back(memory, keep=level == 2)  # a failure to save releases nothing
             give_back(flat, keep=False)
-            undo.callback(bring_back, flat)
-            give_back(memory, keep=level == 2)
             _asleep[context] = _refuse_reads(context), flat + memory
             context.is_asleep = True
         undo.pop_all()

@@ -126,12 +126,12 @@ class DataParallelMesh:
             dims: torch's `DataParallelMeshDims`.
 
         Raises:
-            MeshError: an axis is unknown or named twice, or none is named.
+            MeshError: an axis is unknown or named twice.
         """
         names = tuple(mesh.mesh_dim_names or ())
         shard, replicate = tuple(dims.shard_names), tuple(dims.replicate_names)
         unknown = [name for name in shard + replicate if name not in names]
-        if unknown or len({*shard, *replicate}) < len(shard + replicate) or not shard + replicate:
+        if unknown or len({*shard, *replicate}) < len(shard + replicate):
             raise MeshError(
                 f"Mesh dim name {unknown[0]!r} not found in mesh.mesh_dim_names {names}"
                 if unknown

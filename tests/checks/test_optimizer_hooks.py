@@ -30,8 +30,11 @@ def test_an_optimizer_is_looked_at_again_after_its_parameters_were_sharded() -> 
 
 @on_ranks(2)
 def test_an_optimizer_of_assigned_parameters_may_step_before_the_next_forward() -> None:
-    """Its writes, which torch does not count, are seen although the parameters had no owner yet."""
-    plain, model = stack(5, 3), SHARDGRAD.fully_shard(stack(5, 3), zero_stage=2)
+    """Its writes, which torch does not count, are seen although the parameters had no owner yet,
+    and although gradients are gone when the step ends.
+    """
+    plain, model = stack(5, 3), SHARDGRAD.fully_shard(stack(5, 3))
+    model.set_reshard_after_backward(False)
     model(torch.ones(1, 5)).sum().backward()
     model.zero_grad()
     layer = model[0]
@@ -41,10 +44,10 @@ def test_an_optimizer_of_assigned_parameters_may_step_before_the_next_forward() 
     for each in (plain, model):
         optimizer = torch.optim.SGD(each.parameters(), lr=0.1, foreach=True)
         optimizer.step()
+        optimizer.register_step_post_hook(lambda it, *_: it.zero_grad())
         for _ in range(3):
             loss = each(torch.ones(1, 5)).square().sum()
             loss.backward()
             optimizer.step()
-            optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[0] == pytest.approx(losses[1])

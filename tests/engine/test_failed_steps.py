@@ -155,7 +155,6 @@ def disagreement(difference: Callable[[Tower], Tower], reference: int) -> str:
     model = (ordinary if dist.get_rank() == reference else difference)(tower())
     with pytest.raises(RankDisagreementError) as caught, warnings.catch_warnings(action="error"):
         model(SHARDGRAD.tokens(0)[0])
-    assert isinstance(caught.value, RuntimeError)
     return str(caught.value)
 
 
@@ -169,7 +168,6 @@ def test_ranks_that_built_different_models_all_name_the_first_difference(
         assert f"where:    rank {rank}" in text, text
         assert ordinary_part in text, text
         assert other_part in text, text
-        assert "try:" in text, text
 
 
 @on_ranks(2)

@@ -293,8 +293,8 @@ def test_what_cannot_be_done_with_dtensors_is_refused() -> None:
 def test_a_full_mesh_that_cannot_be_used_is_refused() -> None:
     mesh = full_mesh(b=2, tp=2)
     dims = fsdp.DataParallelMeshDims(shard="b")
-    with pytest.raises(ValueError, match="At least one"):
-        shardgrad.DataParallelMeshDims()
+    with pytest.raises(errors.MeshError, match="each data-parallel axis once"):
+        shardgrad.fully_shard(Pair(), mesh=mesh, dp_mesh_dims=fsdp.DataParallelMeshDims("b", "b"))
     with pytest.raises(errors.PlacementError, match="all parameters must be DTensors"):
         shardgrad.fully_shard(Pair(), mesh=mesh, dp_mesh_dims=dims)
     with pytest.raises(
