@@ -233,7 +233,10 @@ class FSDPModule:
     # -- reducing gradients
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """False lets the next backward return while reductions are still in flight."""
+        """False lets the next backward return while reductions are still in flight.
+
+        Stages 1 and 2 of `zero_stage` then keep unsharded parameters.
+        """
         from shardgrad.compat.backward_finalization import set_is_last_backward
 
         set_is_last_backward(self._unit, is_last_backward)

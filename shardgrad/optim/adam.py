@@ -36,7 +36,8 @@ class Adam(FlatOptimizer):
         fused: see `foreach`.
         decoupled_weight_decay: decay weights as `AdamW` does.
         moment_dtype: dtype of both moments; None for float32, or float64 for float64 parameters.
-        master: "float32" or "remainder", in addition to 16-bit weights. See [Note: Exact weights].
+        master: "float32" keeps a float32 copy of 16-bit weights; "remainder", for bfloat16, keeps
+            the 16 bits of that copy that the weight lacks; None keeps neither.
         stochastic_rounding: round bf16 weights without a master stochastically.
         seed: seed of the stochastic rounding.
         check_finite: see `FlatOptimizer`.

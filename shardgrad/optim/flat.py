@@ -78,7 +78,7 @@ class Update(NamedTuple):
 
 
 class FlatOptimizer(Optimizer):
-    """A `torch.optim.Optimizer` whose step is one launch per segment. See [Note: Segments].
+    """The base class of the optimizers here: one launch per segment. See [Note: Segments].
 
     Groups, `state_dict`, schedulers, hooks and closures work as in torch; state is a DTensor for
     each parameter, cut out of flat buffers. Everything a step depends on is in device memory:

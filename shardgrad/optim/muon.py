@@ -60,7 +60,7 @@ class Muon(FlatOptimizer):
         weight_decay: each step subtracts `lr * weight_decay` times the weight.
         momentum: factor of the momentum.
         nesterov: use Nesterov momentum.
-        ns_coefficients: coefficients of the polynomial; see `newton_schulz_`.
+        ns_coefficients: a, b and c of `a X + b (X X^T) X + c (X X^T)^2 X`.
         eps: lower bound of the norm by which a matrix is divided.
         ns_steps: number of Newton-Schulz iterations, below 100.
         adjust_lr_fn: factor of lr by shape: "original" or None, `max(1, rows / columns) ** 0.5`; or
@@ -70,7 +70,8 @@ class Muon(FlatOptimizer):
         ns_dtype: dtype in which matrices are sent and orthogonalized: bfloat16, float32 or float64;
             always float64 for float64 parameters.
         momentum_dtype: dtype of the momentum; None for the dtype of the gradients.
-        master: "float32" or "remainder", in addition to 16-bit weights. See [Note: Exact weights].
+        master: "float32" keeps a float32 copy of 16-bit weights; "remainder", for bfloat16, keeps
+            the 16 bits of that copy that the weight lacks; None keeps neither.
         check_finite: see `FlatOptimizer`.
         states_on_host: see `FlatOptimizer`.
 

@@ -38,7 +38,8 @@ class SGD(FlatOptimizer):
         decoupled_weight_decay: subtract `lr * weight_decay` times the weight instead of using an L2
             penalty.
         moment_dtype: dtype of the momentum; None for float32, or float64 for float64 parameters.
-        master: "float32" or "remainder", in addition to 16-bit weights. See [Note: Exact weights].
+        master: "float32" keeps a float32 copy of 16-bit weights; "remainder", for bfloat16, keeps
+            the 16 bits of that copy that the weight lacks; None keeps neither.
         stochastic_rounding: round bf16 weights without a master stochastically.
         seed: seed of the stochastic rounding.
         check_finite: see `FlatOptimizer`.
