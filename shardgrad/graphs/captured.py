@@ -62,7 +62,7 @@ class CapturedStep:
     ) -> None:
         self.key, self.redraws, self.is_compared = key, redraws, False
         self.buffers = buffers
-        self._pool, self._capturables, self._guards = pool, capturables, key[1][1:]
+        self._pool, self._capturables = pool, capturables
         self._generators = [*generators, *redraws.generators]
         self._graphs: list[DeviceGraph] = []
         self.parts: list[Callable[[], object]] = []
@@ -95,7 +95,13 @@ class CapturedStep:
             self._pool.device.type == "cuda" and not self.has_eager_regions
         ):
             self.parts = [self.redraws.begin_replay, *self.parts, self.redraws.end_replay]
-        self._add_snapshots()
+        # Between eager regions, any state may have changed. Otherwise the guards tell what has.
+        _, *before = self.key[1]
+        self.parts += [
+            each.snapshot()
+            for each, guards in zip(self._capturables, before, strict=True)
+            if self.has_eager_regions or not each.is_guarded or each.guards() != guards
+        ]
         self.parts += [each.replayed for each in self._capturables]
         self._kept = [each.known_to_graph() for each in self._capturables]  # only held
         if self.why_not():
@@ -114,28 +120,14 @@ class CapturedStep:
 
     def _split(self, region: Callable[[], Any]) -> None:
         self._end()
-        # The first replay follows the capture, which has changed host state.
-        self._add_snapshots(everything=not self.has_eager_regions)
+        # Also for the first replay: it follows the capture, which has changed host state.
+        self.parts += [each.snapshot() for each in self._capturables]
         self.parts.append(region)
         # Copies gradients that the region assigns to where the graph reads them.
         self.parts += [each.guards for each in self._capturables]
         self._begin()
         for each in self._capturables:
             each.after_eager_region()
-
-    def _add_snapshots(self, *, everything: bool = False) -> None:
-        """Makes a replay restore the present host state for an eager region or the next call.
-
-        Args:
-            everything: also what guards cover and the graph before has left as it was. An eager
-                region before that graph may have changed it.
-        """
-        before, self._guards = self._guards, tuple([each.guards() for each in self._capturables])
-        self.parts += [
-            each.snapshot()
-            for each, then, now in zip(self._capturables, before, self._guards, strict=True)
-            if everything or not each.is_guarded or now != then
-        ]
 
     # -- replays
 

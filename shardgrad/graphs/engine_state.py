@@ -148,10 +148,7 @@ class ModuleState(Capturable):
             self.at_eager_border()  # gradients that exist now: a capture would use their addresses
         with torch._C.DisableTorchFunction():  # makes DTensor attributes 3 times as fast
             grads = [None if g is None else g.data_ptr() for g in map(_GRAD, self._plain)]
-            # Copies gradients that the program has assigned into the shard, and updates the live
-            # flags. After `zero_grad()` there is nothing to look at.
-            are_absent = all(map(GradShard.are_absent, shards))
-            bound = () if are_absent else tuple([tuple(shard.settle()) for shard in shards])
+            bound = self._bound()
             # A shard without memory has neither live flags nor a verdict.
             memory = [s.memory is not GradMemory.NONE and _memory_of(s) for s in shards]
             # Gradients that wait get other memory when parameters get other places.
@@ -167,6 +164,17 @@ class ModuleState(Capturable):
                 ("switches", *starmap(getitem, self._switches)),
             )
 
+    def _bound(self) -> Hashable:
+        """Copies gradients that the program has assigned into the shards, and updates live flags.
+
+        Returns:
+            Which gradients exist; () if none does, as after `zero_grad()`.
+        """
+        shards = self._shards()
+        if all(map(GradShard.are_absent, shards)):
+            return ()
+        return tuple([tuple(shard.settle()) for shard in shards])
+
     def quiesce(self) -> None:
         """See `Capturable`, and [Note: The border of a capture] in `engine/streams.py`."""
         for context in self._contexts:
@@ -174,6 +182,7 @@ class ModuleState(Capturable):
         for context in self._contexts:
             context.quiesce()
             context.comm_ctx.streams.forget_events()
+        self._bound()  # in a capture, so that replays do it, too
         self._refuse_replaced()
         self._note_requires_grad()
         for shard in self._allocated_in_capture():
