@@ -24,10 +24,8 @@ import torch
 from torch.optim import Optimizer
 
 from shardgrad.errors import OptionError
-from shardgrad.graphs.closed_over import address_of
+from shardgrad.graphs.closed_over import NUMBERS, address_of
 from shardgrad.graphs.outputs import host_value, plain_tensors
-
-_NUMBERS = (bool, int, float, str, type(None))
 
 
 class CaptureAgain(Exception):
@@ -231,14 +229,14 @@ class OptimizerState(Capturable):
             self._values = values
             self._memory = list(plain_tensors(values))
             self._numbers = tuple(
-                [pair for owner in owners for pair in owner.items() if type(pair[1]) in _NUMBERS]
+                [pair for owner in owners for pair in owner.items() if type(pair[1]) in NUMBERS]
             )
         constants = tuple(
             [
                 (key, _constant(value))
                 for group in groups
                 for key, value in group.items()
-                if key != "params" and type(value) not in _NUMBERS
+                if key != "params" and type(value) not in NUMBERS
             ]
         )
         addresses = *map(torch.Tensor.data_ptr, self._memory), *map(id, owners)

@@ -37,7 +37,7 @@ from shardgrad.graphs.program_line import is_of_the_program
 _MOST_PARTS = 1_000  # limit of attributes or elements followed in one object
 _MOST_WAYS = 4  # limit of ways on which the parts of one object are followed
 _MOST_OBJECTS = 20_000  # limit of objects visited in one search
-_NUMBERS = (bool, int, float, complex, str)
+NUMBERS = (bool, int, float, complex, str)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _CODE = (FunctionType, staticmethod, classmethod, property, functools.cached_property)
 
@@ -133,7 +133,7 @@ def closed_over(
             return
         place = waiting.popleft()
         value = place.found()
-        if isinstance(value, (torch.Tensor, *_NUMBERS)):
+        if isinstance(value, (torch.Tensor, *NUMBERS)):
             yield place, value
         elif len(seen[id(value)]) < _MOST_WAYS and not isinstance(value, bytes | Optimizer):
             seen[id(value)].append(value)
@@ -153,7 +153,7 @@ def changed_numbers(before: Iterable[tuple[Place, Any]]) -> Iterator[str]:
     """Describes the numbers and strings that `closed_over` found before and that have changed."""
     for place, value in before:
         now = place.found()
-        if isinstance(value, _NUMBERS) and isinstance(now, _NUMBERS) and now != value:
+        if isinstance(value, NUMBERS) and isinstance(now, NUMBERS) and now != value:
             yield f"{place.name} changed from {reprlib.repr(value)} to {reprlib.repr(now)}"
 
 
@@ -175,7 +175,7 @@ def _parts(value: Any) -> Iterator[tuple[str, _Way]]:
         names = ("fget",)
     elif isinstance(value, dict):
         for key in list(value):
-            name = repr(key) if isinstance(key, _NUMBERS) else type(key).__name__
+            name = repr(key) if isinstance(key, NUMBERS) else type(key).__name__
             yield f"[{name}]", ((getitem, key),)
     elif isinstance(value, list | tuple | deque):
         for index in range(-1, len(value) - 1):  # -1, since appending changes what is last

@@ -22,10 +22,11 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from shardgrad.errors import StepInputError
+from shardgrad.graphs.closed_over import NUMBERS
 from shardgrad.graphs.outputs import plain_tensors, storage_of, storages_of
 from shardgrad.graphs.reads import Reads
 
-_LEAVES = (torch.Tensor, bool, int, float, str, type(None))  # the most frequent leaves
+_LEAVES = (torch.Tensor, *NUMBERS, type(None))  # the most frequent leaves
 
 
 class Inputs(NamedTuple):

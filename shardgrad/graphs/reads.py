@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import chain
 from operator import attrgetter
 from typing import Any
 from weakref import ref
@@ -94,31 +93,26 @@ class Reads(TorchDispatchMode):
         self._inputs = storages_of(inputs)
         self._state = self._inputs | storages_of(state)
         self._generators = generators
-        # By storage: weak references to those that existed before the block; a description and the
-        # address of those on a device; and the name of the place of those that the block writes.
-        self._memory: dict[int, StorageWeakRef] = {}
-        self._on_device: dict[int, tuple[str, int]] = {}
-        self._written: dict[int, str] = {}
+        # Storages that existed before the block. Those on a device, with a description and the
+        # address; and those that the block writes, with the name of the place.
+        self._on_device: dict[int, tuple[StorageWeakRef, str, int]] = {}
+        self._written: dict[int, tuple[StorageWeakRef, str]] = {}
         # By storage: the places where the function finds it. The addresses are recorded now, since
         # the block may put another tensor there.
         self._candidates = defaultdict[int, list[tuple[Place, Hashable]]](list)
-        # What each replay assigns again.
-        self._left: list[Callable[[], object]] = []
         # By `Place.where`: the tensor there before the block, and its address.
         self._before: dict[Hashable, tuple[Callable[[], Any], Hashable]] = {}
-        registered = (chain(each.parameters(), each.buffers()) for each in modules)
-        self._given = frozenset(map(id, chain.from_iterable(registered)))
+        self._given = {id(x) for each in modules for x in (*each.parameters(), *each.buffers())}
         self._search = partial(closed_over, function, [*modules, *objects])
         for place, value in self._search():
             if not isinstance(value, torch.Tensor):
                 self.numbers.append((place, value))
-                continue
-            address = address_of(value)
-            if fsdp_param_of(value) is None:
+            elif fsdp_param_of(value) is None:
+                address = address_of(value)
                 self._before[place.where] = ref(value), address
-            if id(value) not in self._given:  # whose addresses are guards
-                for storage in storages_of([value]):
-                    self._candidates[storage].append((place, address))
+                if id(value) not in self._given:  # whose addresses are guards
+                    for storage in storages_of([value]):
+                        self._candidates[storage].append((place, address))
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -131,13 +125,12 @@ class Reads(TorchDispatchMode):
         tensors = list(plain_tensors(leaves))
         written = set(map(id, _written(func, args, kwargs)))
         is_captured = is_capturing(self._pool.device)
-        # A collective on the host is not part of the graph.
-        if any(each.device.type != "cpu" for each in tensors):
+        runs_on_host = all(map(is_of_host, tensors))
+        if not runs_on_host:  # a collective on the host is not part of the graph
             self.groups.update(groups_among(leaves))
         if is_captured:
             for leaf in leaves:
                 self._require_given(leaf, func)
-        runs_on_host = all(map(is_of_host, tensors))
         for tensor in tensors:
             # In an eager region, which every replay runs again, the host may do what it likes.
             is_free = not is_captured and is_of_host(tensor)
@@ -147,8 +140,8 @@ class Reads(TorchDispatchMode):
         result = func(*args, **kwargs)
         known = {0, *map(storage_of, tensors)}
         for made in plain_tensors(tree_leaves(result)):
-            if (identity := storage_of(made)) not in known:
-                self._made[identity] = StorageWeakRef(made.untyped_storage())
+            if storage_of(made) not in known:
+                self._made[storage_of(made)] = StorageWeakRef(made.untyped_storage())
         return result
 
     def _note(
@@ -185,14 +178,16 @@ class Reads(TorchDispatchMode):
                     fix="inside the step, side.wait_stream(torch.cuda.current_stream()) before "
                     "that work, and torch.cuda.current_stream().wait_stream(side) after it",
                 )
-            self._written.setdefault(identity, name)
         # The lifetime of a slice is not that of the memory, and references of the engine would be
         # mistaken for the program's. Of a tensor without elements nothing is read.
-        if tensor.numel() and identity and identity not in self._memory and not is_slice(tensor):
-            self._memory[identity] = StorageWeakRef(tensor.untyped_storage())
+        if tensor.numel() and identity and not is_slice(tensor):
+            memory = tensor.untyped_storage()
+            if is_written:
+                self._written.setdefault(identity, (StorageWeakRef(memory), name))
             if is_on_device and identity not in self._state:
                 what = name or f"a tensor of shape {tuple(tensor.shape)} that {func} reads"
-                self._on_device[identity] = what, tensor.untyped_storage().data_ptr()
+                noted = StorageWeakRef(memory), what, memory.data_ptr()
+                self._on_device.setdefault(identity, noted)
 
     def _require_given(self, leaf: Any, func: Any) -> None:
         """Refuses a generator that is not registered with the graph, for which torch raises too up
@@ -206,19 +201,17 @@ class Reads(TorchDispatchMode):
                     fix="graphed_step(..., generator)",
                 )
         managed = fsdp_param_of(leaf)
-        if managed is None:
+        if managed is not None:
+            param, name = managed.sharded, managed.name
+        else:
             param, name = leaf, "a tensor that requires a gradient"
             is_trained = isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf
+            if not is_trained or not torch.is_grad_enabled() or func is _DETACH:
+                return
             # A tensor that the block made, or of the state or the inputs, is none of the program's.
-            is_used = (
-                is_trained
-                and torch.is_grad_enabled()
-                and func is not _DETACH
-                and not storages_of([leaf]) - self._state <= self._made.keys()
-            )
-        else:
-            param, name, is_used = managed.sharded, managed.name, True
-        if is_used and id(param) not in self._given:
+            if storages_of([leaf]) - self._state <= self._made.keys():
+                return
+        if id(param) not in self._given:
             raise CaptureError(
                 f"it uses {name}, which is no parameter of a module that was passed to "
                 "graphed_step",
@@ -226,10 +219,16 @@ class Reads(TorchDispatchMode):
                 "that is trained by itself",
             )
 
-    def refuse_host_work(self) -> None:
-        """Refuses a step that steps a schedule, appends tensors to a list or replaces the data of a
-        tensor, and one that stores an argument and reads it in the next call. Notes the tensors
-        that the step has put elsewhere, which each replay has to assign.
+    def left_on_host(self) -> list[Callable[[], object]]:
+        """Called at the end of the block. Refuses a step that steps a schedule, appends tensors to
+        a list or replaces the data of a tensor, and one that stores an argument and reads it in the
+        next call.
+
+        Returns:
+            Functions to call after each replay. They assign the tensors that the block has put
+            into attributes, dictionaries and lists that the function closes over: those that it
+            made, such as a loss for the log, which a replay has written; and others, such as two
+            buffers that it has exchanged.
         """
         for place, value in self.numbers:
             # The count of a schedule of torch's is its `last_epoch`.
@@ -248,13 +247,14 @@ class Reads(TorchDispatchMode):
                     fix=f"{place.name}.copy_(...), or pass it as an argument",
                 )
 
+        left: list[Callable[[], object]] = []
         for place, value in self._search():
             if not isinstance(value, torch.Tensor) or fsdp_param_of(value) is not None:
                 continue
             before, address = self._before.get(place.where, (type(None), ()))
             if before() is not value:
                 holder = place.holder()
-                self._left.append(partial(holder.put, holder.found()))
+                left.append(partial(holder.put, holder.found()))
                 # A replay assigns the same tensor, so it must still be where the block took it.
                 for storage in storages_of([value]) - self._made.keys():
                     for source, found in self._candidates[storage]:
@@ -264,41 +264,35 @@ class Reads(TorchDispatchMode):
                     f"it replaces the data of {place.name}, which a replay would not do",
                     fix=f"{place.name}.copy_(...)",
                 )
+        return left
 
     def written(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (name, bytes) of each storage that existed before the block, was written in it,
         and still exists. The name is that of its place, or "" if the function does not close over
         it.
         """
-        for identity in self._written.keys() & self._memory.keys():
-            storage = torch.UntypedStorage._new_with_weak_ptr(self._memory[identity].cdata)
-            if storage is not None and storage.nbytes():
+        for memory, name in self._written.values():
+            storage = torch.UntypedStorage._new_with_weak_ptr(memory.cdata)
+            if storage is not None:
                 content = torch.empty(0, dtype=torch.uint8, device=storage.device)
-                yield self._written[identity], content.set_(storage, 0, (storage.nbytes(),), (1,))
+                yield name, content.set_(storage, 0, (storage.nbytes(),), (1,))
 
     def writes(self, tensor: torch.Tensor) -> bool:
         """Returns whether an operation of the block wrote the tensor's storage."""
         return storage_of(tensor) in self._written
 
-    def close(self) -> Sequence[Callable[[], object]]:
+    def close(self) -> None:
         """Forgets what the block made, and the memory that turned out to be the graph's: Inductor
         allocates it without a dispatched operation, so it looked like memory of the program.
-
-        Returns:
-            Functions to call after each replay. They assign the tensors that the block has put
-            into attributes, dictionaries and lists that the function closes over: those that it
-            made, such as a loss for the log, which a replay has written; and others, such as two
-            buffers that it has exchanged.
         """
         self._made.clear()
         self._before.clear()  # torch swaps no tensor that has a weak reference
         own = list(self._pool.segments())
         self._on_device = {
-            memory: (what, address)
-            for memory, (what, address) in self._on_device.items()
-            if not (_EXPIRED(memory) and any(begin <= address < end for begin, end in own))
+            identity: (memory, what, address)
+            for identity, (memory, what, address) in self._on_device.items()
+            if not (_EXPIRED(identity) and any(begin <= address < end for begin, end in own))
         }
-        return self._left
 
     def changed(self) -> list[str]:
         """Returns what a replay would read other than an eager step: tensors that the block read
@@ -306,7 +300,7 @@ class Reads(TorchDispatchMode):
         freed.
         """
         replaced = [place.name for place, found in self.places.items() if place.key() != found]
-        freed = [what for memory, (what, _) in self._on_device.items() if _EXPIRED(memory)]
+        freed = [what for memory, (_, what, _) in self._on_device.items() if _EXPIRED(memory)]
         return [*replaced, *freed]
 
 

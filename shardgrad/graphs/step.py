@@ -162,6 +162,14 @@ class GraphedStep(Generic[_P, _R]):
         replays: number of calls that were replays since the last reset.
     """
 
+    # By input key: why calls always run eagerly.
+    _refused: dict[Hashable, str]
+    # The keys of the latest eager calls, each with the random numbers that the call's recomputed
+    # regions drew, and with why it prepares no capture, or "".
+    _seen: dict[Key, tuple[Redraws, str]]
+    _found: list[str]  # on a device without graphs: what a capture would not repeat
+    _before: Key  # of the latest call
+
     def __init__(
         self,
         function: Callable[_P, _R],
@@ -191,18 +199,10 @@ class GraphedStep(Generic[_P, _R]):
         devices = (tensor.device for tensor in self._tensors())
         self.pool = pool or GraphPool(next(devices, None))
         self._graphs: list[CapturedStep] = []  # in order of use, the most recently used last
-        # By input key: the buffers of the graphs, and why calls always run eagerly.
+        # The buffers of the graphs, by input key.
         self._buffers: WeakValueDictionary[Hashable, InputBuffers] = WeakValueDictionary()
-        self._refused: dict[Hashable, str] = {}
-        # The keys of the latest eager calls, each with the random numbers that the call's
-        # recomputed regions drew, and with why it prepares no capture, or "".
-        self._seen: dict[Key, tuple[Redraws, str]] = {}
-        self._found: list[str] = []  # on a device without graphs: what a capture would not repeat
         self._thread_id = threading.get_ident()
         self._closed = False
-        self._before: Key  # of the latest call
-        self._news = ""  # what was new in the last call, so that it was not captured; or ""
-        self._with_news = 0  # consecutive calls with something new
         self.reset()
 
     # -- a call
@@ -217,9 +217,7 @@ class GraphedStep(Generic[_P, _R]):
                 self._seen = {key: (redraws, why) for key, (redraws, _) in self._seen.items()}
         key = inputs.key, self._guards()
         captured = self._look_up(key)
-        self._news = "" if captured and captured.is_compared else self._what_is_new(key)
-        if captured:
-            self._news = self._news or captured.why_not()
+        self._news = self._what_is_new(key, captured)
         self._before = key
         if captured and captured.is_compared and not self._news:
             self._with_news = 0
@@ -261,11 +259,14 @@ class GraphedStep(Generic[_P, _R]):
         captured.buffers.write_back(inputs, outputs)
         return outputs
 
-    def _what_is_new(self, key: Key) -> str:
-        """Describes a difference to earlier calls for which a capture has to wait; "" if there is
-        none: if an eager call had the same key and guards and did the lazy initialization. Always
-        "" for inputs that are not captured.
+    def _what_is_new(self, key: Key, captured: CapturedStep | None) -> str:
+        """Describes why a replay has to wait, if the call's graph is known, or else a difference to
+        earlier calls for which a capture has to wait. Returns "" if there is none: if an eager call
+        had the same key and guards and did the lazy initialization. Always "" for inputs that are
+        not captured.
         """
+        if captured and ((why := captured.why_not()) or captured.is_compared):
+            return why
         if key[0] in self._refused:
             return ""
         if all(seen != key[0] for seen, _ in self._seen):
@@ -448,7 +449,7 @@ class GraphedStep(Generic[_P, _R]):
         )
         with captured.captured(), reads:
             outputs = detached(self._function(*args, **kwargs))
-            reads.refuse_host_work()
+            left = reads.left_on_host()
             buffers.note_writes(reads, inputs)
             if self.pool.device.type == "cuda":
                 require_launch_order(reads.groups)
@@ -460,7 +461,8 @@ class GraphedStep(Generic[_P, _R]):
                 )
             # The state after the function ran: gradients may have been allocated in the capture.
             captured.outputs = apart_from(chain(self._tensors(), buffers.buffers), outputs)
-        captured.parts += reads.close()
+        captured.parts += left
+        reads.close()
         has_graphs(self)
         return captured
 
@@ -549,10 +551,10 @@ class GraphedStep(Generic[_P, _R]):
         """
         while self._graphs:
             self._graphs.pop().reset()
-        self._refused.clear()
-        self._seen.clear()
-        self._found.clear()
+        self._refused, self._seen, self._found = {}, {}, []
         self._before = (), ()
+        self._news = ""  # what was new in the last call, so that it was not captured; or ""
+        self._with_news = 0  # consecutive calls with something new
         self.eager_steps = self.captures = self.replays = 0
 
     def close(self) -> None:
