@@ -1,12 +1,12 @@
 """`zero_stage="auto"`: keeps as many units unsharded as fit into the free memory.
 
 [Note: Stage auto]
-A unit that stays unsharded from its forward to the optimizer step is gathered once per step instead
-of twice. The memory that a step needs depends on the program's batches and activations, so it is
-measured: the first step runs as stage 3. The first forward after an optimizer step reads how much
-memory the device has free, all ranks take the minimum, and units are kept in construction order
-until that is used up. Sizes are the same on all ranks, so all ranks keep the same units. From then
-on a kept unit runs as stage 2.
+A unit that stays unsharded during a step is gathered once per step instead of twice. The memory
+that a step needs depends on the program's batches and activations, so it is measured: the first
+step runs as stage 3. The first forward after an optimizer step reads how much memory the device has
+free, and all ranks take the minimum. In construction order, each unit is kept that fits into what
+is left. Sizes are the same on all ranks, so all ranks keep the same units. From then on a kept unit
+runs as stage 2.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def clip_grad_norm_(
         parameters: a model, a parameter, or parameters, from any units and meshes, or from none.
         max_norm: the maximum; with `inf`, gradients are not scaled. A scalar tensor on a device is
             not read on the host: its sign is not checked, and a graph clips at its present value.
-        norm_type: 2, 1, `inf`, or any other p >= 0. For 0, the norm is the number of nonzero
+        norm_type: a p >= 0, or an infinity. For 0, the norm is the number of nonzero
             elements, where torch's is the number of gradients that have one.
         error_if_nonfinite: raise if the norm is not finite. The host waits for the device.
 
