@@ -592,8 +592,8 @@ def _units_of(modules: Sequence[Any]) -> list[Unit]:
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Makes a method of a sharded module unshard and reshard as forward does. No-op otherwise.
 
-    A method needs this if it reads a parameter directly. Submodules that a method calls unshard by
-    themselves. For example, a loss that reads the weight of the model's head:
+    A method needs this if it reads a parameter directly, not through a submodule that it calls. For
+    example, a loss that reads the weight of the model's head:
 
         shardgrad.register_fsdp_forward_method(model, "compute_loss")
         model.compute_loss(batch).backward()
