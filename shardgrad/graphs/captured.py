@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from shardgrad.engine.streams import wait_for_device
-from shardgrad.graphs.capturable import Capturable, host_snapshot
+from shardgrad.graphs.capturable import Capturable
 from shardgrad.graphs.eager_regions import handle_eager_calls
 from shardgrad.graphs.inputs import InputBuffers
 from shardgrad.graphs.pool import DeviceGraph, GraphPool
@@ -74,11 +74,11 @@ class CapturedStep:
     # -- a capture
 
     @contextmanager
-    def captured(self) -> Iterator[None]:
-        """Captures what the block launches. If the block raises, all graphs are destroyed. Restores
-        the host state if it does, or if the graph must not be replayed now, for an eager call.
+    def captured(self, restore: Callable[[], None]) -> Iterator[None]:
+        """Captures what the block launches. If the block raises, all graphs are destroyed. Calls
+        `restore`, which restores the host state, if it does, or if the graph must not be replayed
+        now, for an eager call.
         """
-        restore = host_snapshot(self._capturables, self._pool.device, self._generators)
         try:
             with handle_eager_calls(self._split), self.redraws.active(), self._capture:
                 self._begin()

@@ -192,9 +192,10 @@ class GraphedStep(Generic[_P, _R]):
         self._name = getattr(function, "__qualname__", type(function).__name__)
         self._warmup, self._max_graphs, self._raises = warmup, max_graphs, raises
         self._modules = [each for each in objects if isinstance(each, nn.Module)]
-        generators = (each for each in objects if isinstance(each, torch.Generator))
-        # A graph cannot draw from those of the host: a comparison finds what it froze of them.
+        generators = [each for each in objects if isinstance(each, torch.Generator)]
         self._generators = [each for each in generators if each.device.type != "cpu"]
+        # A graph cannot draw from these: a comparison finds what it froze of them.
+        self._host_generators = [each for each in generators if each.device.type == "cpu"]
         self._capturables = list(map(capturable, objects))
         devices = (tensor.device for tensor in self._tensors())
         self.pool = pool or GraphPool(next(devices, None))
@@ -383,7 +384,7 @@ class GraphedStep(Generic[_P, _R]):
         that differs depends on a value that was frozen, such as a number that Python has changed
         since the first capture.
         """
-        restore_host = host_snapshot(self._capturables, self.pool.device, self._generators)
+        restore_host = self._host_snapshot()
         changed = list(changed_numbers(first.reads.numbers))
         self._graphs.remove(first)
         try:
@@ -396,6 +397,7 @@ class GraphedStep(Generic[_P, _R]):
             if first.has_eager_regions:
                 return self._replay(again, inputs)
             self.replays += 1
+            drawn = host_snapshot([], torch.device("cpu"), self._host_generators)
             written = chain(first.reads.written(), again.reads.written())
             outputs, frozen, restore = frozen_values(
                 first.replay,
@@ -406,6 +408,7 @@ class GraphedStep(Generic[_P, _R]):
                 self.pool.device,
                 restore_host,
             )
+            drawn()  # the comparison was one call, which has drawn what the second capture drew
             if frozen:
                 self._graphs.remove(again)
                 again.reset()
@@ -447,7 +450,7 @@ class GraphedStep(Generic[_P, _R]):
             buffers.buffers,
             self._generators,
         )
-        with captured.captured(), reads:
+        with captured.captured(self._host_snapshot()), reads:
             outputs = detached(self._function(*args, **kwargs))
             left = reads.left_on_host()
             buffers.note_writes(reads, inputs)
@@ -478,6 +481,10 @@ class GraphedStep(Generic[_P, _R]):
                 where=listed(latest[-1].reads.changed()),
                 fix="pass the tensor as an argument, or keep one tensor and write into it",
             )
+
+    def _host_snapshot(self) -> Callable[[], None]:
+        generators = [*self._generators, *self._host_generators]
+        return host_snapshot(self._capturables, self.pool.device, generators)
 
     def _guards(self) -> tuple[Hashable, ...]:
         """Returns what a graph freezes: the modes of torch, and the guards of all capturables."""

@@ -264,22 +264,27 @@ def test_a_step_that_would_draw_other_numbers_raises_in_the_first_replay(
         step(batch(2, device))
 
 
+@pytest.mark.parametrize("reads", [True, False])
 @same_bits_as_eager
-def test_what_a_capture_that_fails_has_gathered_is_gathered_again(
-    graphed: Graphed, device: torch.device
+def test_what_a_capture_that_fails_has_gathered_and_drawn_is_so_again(
+    graphed: Graphed, device: torch.device, reads: bool
 ) -> Values:
-    """Nothing of a capture has run, and the units would stay unsharded for backward."""
-    model = build()
+    """Nothing of a capture has run, and the units would stay unsharded for backward. Unless it
+    reads, the comparison fails for what the host has drawn.
+    """
+    model, generator = build(), torch.Generator()
     model.set_reshard_after_forward(False)
     optimizer = shardgrad.optim.SGD(model.parameters(), 0.1)
 
     def read(x: Tensor) -> Tensor:
-        x = model(x)
-        x.sum().item()
+        x = model(x) * sum(torch.rand((), generator=each).item() for each in (generator, None))
+        if reads:
+            x.sum().item()
         return x
 
-    step = graphed(model, optimizer, on_uncapturable="eager")(step_of(read, optimizer))
-    for number in range(6):
+    decorate = graphed(model, optimizer, generator, on_uncapturable="eager")
+    step = decorate(step_of(read, optimizer))
+    for number in range(8):
         yield step(batch(number, device))
 
 
