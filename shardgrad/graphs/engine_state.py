@@ -131,13 +131,13 @@ class ModuleState(Capturable):
             self._collect()
 
     def _origins(self) -> Iterator[Any]:
-        """Yields the objects that `_collect` starts from. They change when units get their root
-        context in the first forward, and when the program replaces modules, buffers, or parameters
-        that are not sharded. `_END` comes last, so that sequences of different lengths compare
+        """Yields the objects that `_collect` starts from. They change when the program replaces
+        modules, buffers, or parameters that are not sharded, and when units get their root context
+        in the first forward. `_END` comes last, so that sequences of different lengths compare
         unequal.
         """
         registered = chain.from_iterable(map(dict.values, self._registers))
-        return chain(map(_CONTEXT, self._units), registered, _END)
+        return chain(registered, map(_CONTEXT, self._units), _END)
 
     def guards(self) -> Hashable:
         """See `Capturable`."""
@@ -198,9 +198,8 @@ class ModuleState(Capturable):
         """Called at a border of a graph. Refuses a step that has replaced registered objects, which
         a replay would not do.
         """
-        before = self._collected_from[len(self._units) :]
         now = chain.from_iterable(map(dict.items, self._registers))
-        for (name, one), old in zip(now, before, strict=False):
+        for (name, one), old in zip(now, self._collected_from, strict=False):
             if one is not old:
                 raise CaptureError(
                     f"the step replaces {name}, which a replay would not do",

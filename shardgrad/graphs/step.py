@@ -223,9 +223,9 @@ class GraphedStep(Generic[_P, _R]):
         if captured and captured.is_compared and not self._news:
             self._with_news = 0
             outputs: _R = self._replay(captured, inputs)
-            return outputs
-        with self.pool.turn():
-            outputs = self._run_on_pool(captured, inputs)
+        else:
+            with self.pool.turn():
+                outputs = self._run_on_pool(captured, inputs)
         return outputs
 
     def _run_on_pool(self, captured: CapturedStep | None, inputs: Inputs) -> Any:
