@@ -84,7 +84,8 @@ def graphed_step(
     guards. Otherwise it runs eagerly, and the next call with this key and these guards is captured.
     Guards are the host state that decides what a step launches: for example which parameters
     require a gradient, which gradients are not None, training mode, and the numbers in the param
-    groups of an optimizer that is not from `shardgrad.optim`. The graph reads a tensor that the
+    groups of an optimizer that is not from `shardgrad.optim`, except the learning rate of torch's
+    Adam and AdamW with `capturable=True`. The graph reads a tensor that the
     function closes over at its address. If the program replaces that tensor, the step is captured
     again; if it does so before each call, an error says so.
 
