@@ -91,7 +91,7 @@ class FlatOptimizer(Optimizer):
         defaults: default hyperparameters.
         precision: the state kept for each parameter, and its precision.
         check_finite: check gradients for infinities and NaNs before every step, unless
-            `clip_grad_norm_` or a `GradScaler` has, and skip the step if there are any.
+            `clip_grad_norm_` or `shardgrad.GradScaler` has, and skip the step if there are any.
         states_on_host: keep states in pinned host memory between steps; see [Note: States on the
             host].
 
@@ -548,10 +548,10 @@ class FlatOptimizer(Optimizer):
         not checked.
         """
         # torch's scaler sets the number 0, not a tensor, if it found no gradient.
-        of_scaler = getattr(self, "found_inf", None)
-        verdicts_there = chain([of_scaler], *(launch.verdicts for _, launch in launches))
+        of_scaler = [getattr(self, "found_inf", None)]
+        verdicts_there = chain(of_scaler, *(launch.verdicts for _, launch in launches))
         found = {id(x): x for x in verdicts_there if isinstance(x, torch.Tensor)}
-        if self._check_finite and launches and not isinstance(of_scaler, torch.Tensor):
+        if self._check_finite and launches:
             params = [param for segment, _ in launches for param in segment.params]
             checked = find_nonfinite(select(params), launches[0][0].device)
             found[id(checked)] = checked
