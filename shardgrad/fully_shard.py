@@ -76,8 +76,8 @@ def fully_shard(
 
     Takes the arguments of `torch.distributed.fsdp.fully_shard`. Apply it bottom-up: each call owns
     the parameters below its module that no inner call owns. These travel in one collective per
-    dtype and mesh. Parameters that tensor or expert parallelism has turned into DTensors are
-    sharded further, along the axes of `mesh`.
+    dtype and mesh; large ones have their own. Parameters that tensor or expert parallelism has
+    turned into DTensors are sharded further, along the axes of `mesh`.
 
     Shard the inner modules first and the root last, then build the optimizer:
 
