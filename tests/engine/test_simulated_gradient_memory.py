@@ -84,22 +84,6 @@ def test_at_the_loss_nothing_is_left_of_gradients_that_are_none(kind: Any) -> No
 
 
 @on_virtual_ranks(2, checks=True)
-def test_memory_that_a_reduction_in_flight_writes_is_not_freed() -> None:
-    """Gradients are set to None, and the next forward begins, while their reductions are in
-    flight.
-    """
-    with one_at_a_time():
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).to(NAME)
-    for module in (*model, model):
-        shardgrad.fully_shard(module, mesh=init_device_mesh(NAME, (2,)))
-    for number in range(4):
-        model.set_is_last_backward(number % 2 == 1)
-        loss_of(model, batch(number)).backward()
-        model.zero_grad()
-
-
-@on_virtual_ranks(2, checks=True)
 def test_staging_of_an_all_gather_in_flight_outlives_another_roots_backward() -> None:
     """A root is gathered while the backward of another ends, with which it shares its staging."""
     first, second = build(2), build(2)
