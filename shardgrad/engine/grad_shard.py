@@ -159,7 +159,7 @@ class GradShard:
         self._references_when_bound = 1 if policy.decoupled else _references_when_bound()
         # Meta and fake tensors share the storage of the flat memory.
         self._is_watched = bool(params) and self._nothing.untyped_storage().device.type != "meta"
-        self._overwritten: list[int] = []
+        self._on_overwrite: Callable[..., object] = len  # see `begin_capture`
         self._placed: tuple[int, int] | None = None  # storage and address
         self._locals = [self._nothing] * self.count
         self.own = [cast(DTensor, param) for param in self.params]
@@ -272,12 +272,12 @@ class GradShard:
     def _part_with_kept(self, reader: Stream) -> None:
         """Leaves memory to kept gradients before it is written: [Note: Kept gradients].
 
-        The program reads them on `reader`. A capture records the places that its replays overwrite.
+        The program reads them on `reader`. A capture tells which places its replays overwrite.
         """
         if self._is_persistent or self.memory is GradMemory.NONE:
             return
         if self.is_captured:
-            self._overwritten += [i for i, grad in enumerate(self.bound()) if grad is None]
+            self._on_overwrite([i for i, grad in enumerate(self.bound()) if grad is None])
         elif held := self.held():
             # A bound gradient may be held as well. It is added to, and expected to change.
             bound = self.bound()
@@ -586,12 +586,11 @@ class GradShard:
 
     # -- for graphs
 
-    def begin_capture(self) -> list[int]:
-        """Returns a list to which the capture now beginning adds the places that replays
-        overwrite.
+    def begin_capture(self, on_overwrite: Callable[..., object]) -> None:
+        """Makes the capture now beginning call `on_overwrite` with the places that are None, before
+        it overwrites them, as replays will.
         """
-        self._overwritten = []
-        return self._overwritten
+        self._on_overwrite = on_overwrite
 
     def host_state(self) -> HostState:
         """Returns what the host knows about the gradients; their values stay in device memory."""

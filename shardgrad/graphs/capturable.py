@@ -27,6 +27,11 @@ from shardgrad.errors import OptionError
 from shardgrad.graphs.closed_over import NUMBERS, address_of
 from shardgrad.graphs.outputs import host_value, plain_tensors
 
+KEPT = (
+    "gradients of an earlier call or backward, which the program keeps and a replay would "
+    "overwrite. Clone them"
+)
+
 
 class CaptureAgain(Exception):
     """Raised in a capture that needs an eager call first, which prepares the state for the next

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from shardgrad.engine.streams import wait_for_device
-from shardgrad.graphs.capturable import Capturable
+from shardgrad.graphs.capturable import KEPT, Capturable
 from shardgrad.graphs.eager_regions import handle_eager_calls
 from shardgrad.graphs.inputs import InputBuffers
 from shardgrad.graphs.pool import DeviceGraph, GraphPool
@@ -138,12 +138,7 @@ class CapturedStep:
 
     def why_not(self) -> str:
         """Returns why the graph must not be replayed now; "" if it may."""
-        if all(map(call, self._before_replays)):
-            return ""
-        return (
-            "gradients of an earlier call, which the program keeps and a replay would overwrite. "
-            "Clone them"
-        )
+        return "" if all(map(call, self._before_replays)) else KEPT
 
     def replay(self) -> Any:
         """Replays the step on the current stream and returns its outputs, always the same

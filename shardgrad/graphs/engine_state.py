@@ -17,7 +17,9 @@ call runs eagerly.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
+from functools import partial
 from itertools import chain, starmap
 from operator import attrgetter, getitem, is_
 from typing import Any
@@ -32,7 +34,7 @@ from shardgrad.engine.replaced_params import adopt
 from shardgrad.engine.streams import is_capturing
 from shardgrad.engine.unit import RootContext, units_under
 from shardgrad.errors import CaptureError
-from shardgrad.graphs.capturable import Capturable, CaptureAgain, capturable, nothing
+from shardgrad.graphs.capturable import KEPT, Capturable, CaptureAgain, capturable, nothing
 from shardgrad.optim.flat import FlatOptimizer
 from shardgrad.optim.grad_scaler import GradScaler
 from shardgrad.sharding.dtensor import local_of
@@ -260,11 +262,17 @@ class ModuleState(Capturable):
     def before_replays(self) -> Callable[[], bool]:
         """See `Capturable`."""
         self._with_memory = {shard for shard in self._shards() if shard.has_memory}
-        # Each list is filled by the capture.
-        overwritten = [(shard, shard.begin_capture()) for shard in self._shards()]
-        return lambda: all(
-            set(places).isdisjoint(shard.held()) for shard, places in overwritten if places
-        )
+        overwritten = defaultdict[GradShard, set[int]](set)  # filled by the capture
+
+        def note(shard: GradShard, before: list[int], places: list[int]) -> None:
+            overwritten[shard].update(places)
+            # What only the step keeps is gone after it, but each replay would overwrite it.
+            if not set(places).isdisjoint(set(shard.held()).difference(before)):
+                raise CaptureAgain(KEPT)
+
+        for shard in self._shards():
+            shard.begin_capture(partial(note, shard, shard.held()))
+        return lambda: all(each.isdisjoint(shard.held()) for shard, each in overwritten.items())
 
     def _shards(self) -> list[GradShard]:
         return list(filter(None, map(_GRAD_SHARD, self._grad_groups)))

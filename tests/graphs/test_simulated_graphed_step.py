@@ -70,6 +70,29 @@ def test_gradients_that_a_step_exchanges_are_all_read_first(graphed: Graphed) ->
     yield model
 
 
+@same_bits_as_eager(2)
+def test_a_gradient_that_a_step_keeps_is_not_written_over_by_its_next_backward(
+    graphed: Graphed,
+) -> Values:
+    """As in gradient surgery."""
+    model = build(1)
+    optimizer, weight = shardgrad.optim.SGD(model.parameters(), lr=0.1), model[0].first.weight
+
+    @graphed(model, optimizer)
+    def step(x: Tensor) -> None:
+        loss_of(model, x).backward()
+        kept = weight.grad
+        optimizer.zero_grad()
+        loss_of(model, x.flip(0)).backward()
+        weight.grad = weight.grad + kept
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for number in range(5):
+        step(batch(number))
+    yield model
+
+
 @on_virtual_ranks(2)
 def test_a_weights_version_moves_with_a_replay_as_with_an_optimizers_step() -> None:
     """What a layer keeps of a weight, such as a copy in another precision, is made again then."""
