@@ -43,7 +43,6 @@ from shardgrad.sharding.dtensor import local_of
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _GRAD = attrgetter("grad")
 _CONTEXT = attrgetter("context")
-_GRAD_SHARD = attrgetter("shard")
 _MEMORY = attrgetter("memory")
 _WAITING = attrgetter("sums", "partial.tensor")
 _END = (object(),)
@@ -275,7 +274,7 @@ class ModuleState(Capturable):
         return lambda: all(each.isdisjoint(shard.held()) for shard, each in overwritten.items())
 
     def _shards(self) -> list[GradShard]:
-        return list(filter(None, map(_GRAD_SHARD, self._grad_groups)))
+        return [each.shard for each in self._grad_groups if each.shard is not None]
 
     def snapshot(self) -> Callable[[], None]:
         """See `Capturable`."""

@@ -288,11 +288,9 @@ class Reads(TorchDispatchMode):
         self._made.clear()
         self._before.clear()  # torch swaps no tensor that has a weak reference
         own = list(self._pool.segments())
-        self._on_device = {
-            identity: (memory, what, address)
-            for identity, (memory, what, address) in self._on_device.items()
-            if not (_EXPIRED(identity) and any(begin <= address < end for begin, end in own))
-        }
+        for identity, (_, _, address) in list(self._on_device.items()):
+            if _EXPIRED(identity) and any(begin <= address < end for begin, end in own):
+                del self._on_device[identity]
 
     def changed(self) -> list[str]:
         """Returns what a replay would read other than an eager step: tensors that the block read
