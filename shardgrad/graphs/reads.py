@@ -205,8 +205,10 @@ class Reads(TorchDispatchMode):
             param, name = managed.sharded, managed.name
         else:
             param, name = leaf, "a tensor that requires a gradient"
-            is_trained = isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf
-            if not is_trained or not torch.is_grad_enabled() or func is _DETACH:
+            # Asked first, since `is_leaf` raises for some views that the block has written.
+            if not torch.is_grad_enabled() or func is _DETACH:
+                return
+            if not isinstance(leaf, torch.Tensor) or not leaf.requires_grad or not leaf.is_leaf:
                 return
             # A tensor that the block made, or of the state or the inputs, is none of the program's.
             if storages_of([leaf]) - self._state <= self._made.keys():

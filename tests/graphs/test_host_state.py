@@ -45,11 +45,9 @@ def test_what_a_capture_adds_to_an_optimizer_goes_with_it() -> None:
     assert not optimizer.state
 
 
-def test_zeros_of_either_sign_are_two_inputs_and_nan_is_one() -> None:
-    numbers = 0.0, -0.0, float("nan"), float("nan")
-    zero, other, nan, same = (flatten_inputs((number,), {}).key for number in numbers)
-    assert zero != other
-    assert nan == same
+def test_not_a_number_is_one_input() -> None:
+    first, again = (flatten_inputs((float("nan"),), {}).key for _ in range(2))
+    assert first == again
 
 
 def test_a_buffer_has_the_strides_of_its_argument_if_it_can_be_written() -> None:

@@ -47,13 +47,16 @@ def test_each_shape_has_its_graph_and_the_oldest_is_dropped(
 
 @same_bits_as_eager(2)
 def test_gradients_that_a_step_exchanges_are_all_read_first(graphed: Graphed) -> Values:
-    """One is dropped. The optimizer steps after the call."""
+    """One is dropped. The optimizer steps after the call, and the step writes a weight."""
     model = build()
     optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
     layers = [layer for block in model for layer in (block.first, block.second)]
 
     @graphed(model, warmup=2)
     def step(x: Tensor) -> Tensor:
+        local = layers[0].weight.to_local()
+        with torch.no_grad():
+            local.mul_(0.5).add_(local)
         loss = loss_of(model, x)
         loss.backward()
         layers[0].bias.grad = None
