@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 
@@ -73,18 +74,20 @@ def test_a_deleted_model_is_collected() -> None:
 
 @on_ranks(2)
 def test_a_parameter_replaced_by_hand_is_taken_over() -> None:
-    model = SHARDGRAD.fully_shard(stack(WIDTH, 5))
-    old = model[0].weight
-    model[0].weight = nn.Parameter(old.detach() * 2)
+    """Also where `__setattr__` keeps it a second time, as in `nn.RNN`."""
+    torch.manual_seed(0)
+    plain = nn.RNN(WIDTH, 5)
+    model = SHARDGRAD.fully_shard(copy.deepcopy(plain))
     x = SHARDGRAD.inputs(0, WIDTH)
-    plain = stack(WIDTH, 5)
-    with torch.no_grad():
-        plain[0].weight *= 2
-    assert torch.equal(model(x), plain(x))
-    model.reshard()
-    model[0].weight = nn.Parameter(model[0].weight.detach() * 2)
+    for _ in range(2):
+        model.weight_hh_l0 = nn.Parameter(model.weight_hh_l0.detach() * 2)
+        with torch.no_grad():
+            plain.weight_hh_l0 *= 2
+        assert torch.equal(model(x)[0], plain(x)[0])
+        model.reshard()
+    model.weight_hh_l0 = nn.Parameter(model.weight_hh_l0.detach() * 2)
     model.unshard()
-    assert torch.equal(model[0].weight, 2 * plain[0].weight)
+    assert torch.equal(model.weight_hh_l0, 2 * plain.weight_hh_l0)
 
 
 @on_ranks(2)

@@ -29,7 +29,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import compress, repeat
 from operator import attrgetter, is_, ne
 from typing import Any
@@ -130,13 +130,25 @@ class FSDPParam:
     def register(self, param: nn.Parameter) -> None:
         """Makes the owning modules register `param`."""
         for module, attribute in self.owners:
-            module._parameters[attribute] = param
+            writer_of(module)(attribute, param)
 
     def require_unsharded(self) -> nn.Parameter:
         """Returns `unsharded`, which exists once the group has been unsharded."""
         if self.unsharded is None:
             raise RuntimeError(f"{self.name} has never been unsharded")
         return self.unsharded
+
+
+def writer_of(module: nn.Module) -> Callable[[str, Any], None]:
+    """Returns the function that makes a module register a parameter under a name.
+
+    It writes directly into `_parameters`, because it runs for each parameter at each unshard and
+    reshard, and `nn.Module.__setattr__` is slow. A class with a `__setattr__` of its own may keep
+    the parameter elsewhere too, as `nn.LSTM` does, so there it sets the attribute. FSDP2 does both.
+    """
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        return module._parameters.__setitem__
+    return partial(setattr, module)
 
 
 def mark(param: nn.Parameter, p: FSDPParam) -> None:
@@ -155,7 +167,7 @@ def managed_by(param: torch.Tensor) -> FSDPParam | None:
     return p if p is not None and p.sharded is param else None
 
 
-def fsdp_param_of(param: torch.Tensor) -> FSDPParam | None:
+def fsdp_param_of(param: torch.Tensor | None) -> FSDPParam | None:
     """Returns the `FSDPParam` of a parameter in any state; None if it is foreign."""
     p = _known.get(id(param))
     if p is None or all(param is not each for each in (p.sharded, p.unsharded, p.post_forward)):
@@ -394,6 +406,7 @@ class Registration:
     def __init__(self, params: Iterable[FSDPParam]) -> None:
         places = [(p, *owner) for p in params for owner in p.owners]
         self._registers = [module._parameters for _, module, _ in places]
+        self._writers = [writer_of(module) for _, module, _ in places]
         self._attributes = [attribute for _, _, attribute in places]
         self._managed = [p for p, _, _ in places]
         self._params = [p.sharded for p in self._managed]
@@ -417,11 +430,10 @@ class Registration:
 
     def change(self, to: Callable[[FSDPParam], nn.Parameter | None]) -> None:
         """Makes modules register what `to` returns for each parameter."""
-        # Written directly into `_parameters`, as FSDP2 does: this runs for each parameter at each
-        # unshard and reshard, and `nn.Module.__setattr__` is slow.
-        places = zip(self._registers, self._attributes, self._managed, strict=True)
-        for register, attribute, managed in places:
-            register[attribute] = to(managed)
+        for write, attribute, managed in zip(
+            self._writers, self._attributes, self._managed, strict=True
+        ):
+            write(attribute, to(managed))
 
 
 class ParamGroup:

@@ -21,6 +21,7 @@ from shardgrad.engine.param_group import (
     is_extension,
     managed_by,
     replaced_by,
+    writer_of,
 )
 from shardgrad.errors import (
     ExtensionError,
@@ -106,9 +107,8 @@ def _put_back(group: ParamGroup) -> None:
     """
     for p in group.params:
         for module, attribute in p.owners:
-            shown = module._parameters.get(attribute)
-            if shown is not None and fsdp_param_of(shown) is p:
-                module._parameters[attribute] = p.sharded
+            if fsdp_param_of(module._parameters.get(attribute)) is p:
+                writer_of(module)(attribute, p.sharded)
 
 
 def _refuse_replaced_data(group: ParamGroup) -> None:
