@@ -233,7 +233,9 @@ class FSDPModule:
     # -- reducing gradients
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """False lets the next backward return while reductions are still in flight.
+        """False lets a device go on after a backward while reductions are still in flight.
+
+        Gradients are bound, but wait for the next backward that is the last before you read them.
 
         Stages 1 and 2 of `zero_stage` then keep unsharded parameters.
         """

@@ -45,9 +45,14 @@ def adopt(group: ParamGroup) -> None:
         TiedParameterError: a replacement is the parameter of another place, which keeps it.
     """
     # While modules register unsharded parameters, they tell nothing about the sharded ones.
-    if group.state is not SHARDED or group.registration.holds():
+    if group.state is not SHARDED:
         return
-    _put_back(group)
+    # `functional_call` returns the parameters that a forward has left registered, and a program may
+    # pass them to it again. Register the sharded ones in their place.
+    for p in group.params:
+        for module, attribute in p.owners:
+            if fsdp_param_of(module._parameters.get(attribute)) is p:
+                writer_of(module)(attribute, p.sharded)
     if group.registration.holds():
         return
     _refuse_replaced_data(group)
@@ -97,18 +102,6 @@ def refuse_late_extensions(group: ParamGroup, params: Iterable[nn.Parameter]) ->
             fix="give the parameters their tensor subclass before fully_shard, on the meta device "
             "if they are loaded later",
         )
-
-
-def _put_back(group: ParamGroup) -> None:
-    """Registers the sharded parameter where a module has the same one in another state.
-
-    `functional_call` returns the parameters that a forward has left registered, and a program may
-    pass them to it again.
-    """
-    for p in group.params:
-        for module, attribute in p.owners:
-            if fsdp_param_of(module._parameters.get(attribute)) is p:
-                writer_of(module)(attribute, p.sharded)
 
 
 def _refuse_replaced_data(group: ParamGroup) -> None:

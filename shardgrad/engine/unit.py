@@ -821,7 +821,7 @@ class RootContext(ReductionScheduler):
                     # clipping finds them. Between micro-batches, pipeline schedules use the
                     # unsharded ones.
                     unit.show_sharded()
-            self.drain(wait=wait and is_last)
+            self.drain(wait=wait)
             self.ran_last, self.ran_forward = None, False
             self.comm_ctx.shards_read.wait_on_host()
 

@@ -269,7 +269,7 @@ class State:
             self._all_sync = self._all_reduce = self._is_last = True
             self._waiting = self._has_hooks = False
         if do in ("train", "backward", "partial", "input_grad", "hand") and op.how != "no_grad":
-            self._in_flight = not self._is_last
+            self._in_flight = not self._is_last and self.program.on_device
             is_kept = not self._is_last and self.program.sharding.stage == 1
             stays = is_kept or not (self._all_sync and self._all_reduce)
             self._waiting = stays or do == "hand"
