@@ -159,7 +159,7 @@ class GradShard:
         self._references_when_bound = 1 if policy.decoupled else _references_when_bound()
         # Meta and fake tensors share the storage of the flat memory.
         self._is_watched = bool(params) and self._nothing.untyped_storage().device.type != "meta"
-        self._on_overwrite: Callable[[list[int]], None] = lambda _: None  # see `begin_capture`
+        self._on_overwrite: Callable[..., None] = lambda _: None  # see `begin_capture`
         self._placed: tuple[int, int] | None = None  # storage and address
         self._locals = [self._nothing] * self.count
         self.own = [cast(DTensor, param) for param in self.params]
@@ -586,7 +586,7 @@ class GradShard:
 
     # -- for graphs
 
-    def begin_capture(self, on_overwrite: Callable[[list[int]], None]) -> None:
+    def begin_capture(self, on_overwrite: Callable[..., None]) -> None:
         """Makes the capture now beginning call `on_overwrite` with the places that are None, before
         it overwrites them, as replays will.
         """
