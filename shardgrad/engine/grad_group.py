@@ -874,8 +874,9 @@ class ReductionScheduler:
     def drain(self, *, wait: bool) -> None:
         """Ends a backward: reduces the remaining groups under the root, in construction order.
 
-        With `wait`, the gradients are then there: the host waits for them, or the current stream,
-        which does so only after the last backward. Otherwise reductions stay in flight.
+        With `wait`, the current stream then waits for the gradients after the last backward, and
+        the host after every backward whose result it has to wait for. Otherwise reductions stay in
+        flight.
         """
         # Groups without gradients are reduced as well: other ranks may have gradients for them.
         while self._queue:
@@ -897,8 +898,9 @@ class ReductionScheduler:
         # `join` completes them, or an earlier reduction that needs their slots.
         self.in_flight += self._launched
         self._launched = []
-        # A device has bound the gradients when it launched the reductions.
-        if wait and (self.is_last_backward or self.comm_ctx.streams.current() is None):
+        # What streams order was bound at its launch; other gradients once the host has waited.
+        are_bound = (each.route.transport.stream_ordered for each in self.in_flight)
+        if wait and (self.is_last_backward or not all(are_bound)):
             self.join()
 
     def join(self) -> None:
