@@ -251,8 +251,11 @@ def test_a_use_while_asleep_is_refused_and_changes_nothing() -> None:
 @on_ranks(2)
 def test_gradients_in_flight_are_not_lost_in_sleep() -> None:
     model = shardgrad.fully_shard(torch.nn.Linear(2, 2), offload_policy=shardgrad.SleepPolicy())
-    model.set_is_last_backward(False)
+    model.set_manual_backward_finalization(True)
+    model.set_requires_gradient_sync(False)
     model(torch.ones(1, 2)).sum().backward()
+    model.set_requires_gradient_sync(True)
+    model.finalize_backward(async_op=True)
     with pytest.raises(OptionError, match="discard gradients"):
         shardgrad.sleep(model, level=2)
 
