@@ -49,7 +49,7 @@ def test_patch_needs_no_package_but_torch(tmp_path: Path) -> None:
     program = "import sys; sys.modules.update(dict.fromkeys(['click', 'rich', 'numpy'])); "
     program += "import runpy; runpy.run_module('shardgrad.patch', run_name='__main__')"
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program, str(script)],
+        [sys.executable, "-c", program, script],
         capture_output=True,
         text=True,
         env=environment,

@@ -213,18 +213,14 @@ def test_a_margin_is_left_for_fragmentation() -> None:
 
 
 def test_selective_recomputation_is_between_none_and_all() -> None:
-    graphed = Machine(graph=True)
-    none, some, full = (
-        plan_for(graphed, batch_size=8, seq_len=512, activation_checkpointing=mode)
-        for mode in ("none", "selective", "full")
-    )
-    memories, timelines = zip(
-        *((p.rehearsal.memory, p.timeline) for p in (none, some, full)), strict=True
-    )
-    peaks = [memory.peak_nbytes for memory in memories]
-    assert peaks == sorted(peaks, reverse=True)
-    assert [t.compute_s for t in timelines] == sorted(t.compute_s for t in timelines)
-    assert len(set(peaks)) == len({t.compute_s for t in timelines}) == 3
+    plans = [
+        plan_for(Machine(graph=True), seq_len=512, activation_checkpointing=mode)
+        for mode in ("full", "selective", "none")
+    ]
+    least, some, most = (plan.rehearsal.memory.peak_nbytes for plan in plans)
+    assert least < some < most
+    slowest, slow, fastest = (plan.timeline.compute_s for plan in plans)
+    assert slowest > slow > fastest
 
 
 # -- the command

@@ -23,9 +23,8 @@ KINDS = ("linear", "mlp", "norm", "gain", "spare", "table", "buffer", "experts",
 TIEABLE = tuple(kind for kind in ("linear", *KINDS) if kind not in ("mlp", "experts"))
 WORLD_WEIGHTS = {"2": 70, "4": 10, "sim1": 5, "sim2": 15}
 
-# Kinds of operations, with what draws one; each program has a handful of them, besides the plain
-# ones.
-PLAIN = ("train", "step", "zero", "look")
+# Kinds of operations, with what draws one; each program has a handful of them, besides "train",
+# "step", "zero" and "look".
 EXTRA = (
     *("forward", "evaluate", "partial", "input_grad", "hand", "fail_forward", "fail_backward"),
     *(
