@@ -190,8 +190,7 @@ class Unit:
             recorder.unit = self.name
             if not recomputing:
                 self.running.append(module)
-                # A backward that is still open was cut short: recomputations do not come here.
-                if context.forward_root in (None, self) or context.backward_running:
+                if context.forward_root in (None, self):
                     args, kwargs = context.enter_forward(self, args, kwargs)
             participation = context.participation
             if participation is not None:
