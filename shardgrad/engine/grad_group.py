@@ -239,6 +239,7 @@ class GradGroup:
         """Drops the gradient shard, whose memory the bound gradients keep alive."""
         if self.shard is not None and self.shard.has_memory:
             keep_for_current_stream(self.shard.flat)
+            self.shard.leave()
         self.shard = None
 
     def params_replaced(self) -> None:

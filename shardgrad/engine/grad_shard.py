@@ -256,6 +256,16 @@ class GradShard:
             self.flat.untyped_storage().resize_(0)
         self.memory = GradMemory.NONE
 
+    @torch.inference_mode(mode=False)
+    def leave(self) -> None:
+        """Leaves bound gradients to a shard that replaces this one, and adds to them.
+
+        Persistent ones get memory of their own: `_take_over` refuses that of other gradients.
+        """
+        for place, grad in enumerate(self.bound() if self._is_persistent else ()):
+            if grad is self.own[place]:
+                self._locals[place].set_(self.views[place].clone())  # type: ignore[call-overload]
+
     def current_stream(self) -> Stream:
         """Returns the current stream of the memory's device; None on the CPU."""
         device = self._nothing.device
