@@ -123,7 +123,7 @@ def read_metadata(folder: Path | str) -> Metadata:
 
     Raises:
         CheckpointError: it is missing or damaged, would make objects of other classes, or names
-            files that are not in the folder.
+            files that are not the checkpoint's.
     """
     path = Path(folder) / METADATA
     manifest = read_manifest(path.parent)
@@ -132,8 +132,8 @@ def read_metadata(folder: Path | str) -> Metadata:
     with content_of(path, "metadata of a checkpoint") as content:
         found: Metadata = _Unpickler(io.BytesIO(content)).load()
         for name in {info.relative_path for info in found.storage_data.values()}:
-            if not _is_name(name):
-                raise ValueError(f"{printable(name)} is not in the folder of the checkpoint")
+            if not _is_name(name) or (manifest and name not in manifest):
+                raise ValueError(f"{printable(name)} is not a file of the checkpoint")
         require_whole(found)
     return found
 
