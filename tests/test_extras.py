@@ -77,8 +77,8 @@ def run_with_torch_alone(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]
 def test_an_import_of_shardgrad_imports_no_optional_package() -> None:
     program = (
         "import torch.distributed.fsdp, sys; before = set(sys.modules); from shardgrad import *; "
+        "print(*{name.partition('.')[0] for name in set(sys.modules) - before})"
     )
-    program += "print(*{name.partition('.')[0] for name in set(sys.modules) - before})"
     done = run("-c", program)
     assert done.returncode == 0, done.stderr
     assert {"shardgrad"} <= set(done.stdout.split())

@@ -40,7 +40,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
-from operator import or_
+from operator import attrgetter, or_
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -99,6 +99,7 @@ _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_ke
 # Attributes that decide on the host what a backward does, besides `settings` and
 # `partial.is_live`: gradients that wait. All are hashable; every replay compares them.
 SWITCHES = ("is_due", "summed")
+_IS_STREAM_ORDERED = attrgetter("route.transport.stream_ordered")
 
 
 @dataclass
@@ -875,9 +876,9 @@ class ReductionScheduler:
     def drain(self, *, wait: bool) -> None:
         """Ends a backward: reduces the remaining groups under the root, in construction order.
 
-        With `wait`, the current stream then waits for the gradients after the last backward, and
-        the host after every backward whose result it has to wait for. Otherwise reductions stay in
-        flight.
+        With `wait`, the current stream then waits for the gradients, if this is the last backward.
+        If streams do not order the results, the host waits for them in any case. Otherwise
+        reductions stay in flight.
         """
         # Groups without gradients are reduced as well: other ranks may have gradients for them.
         while self._queue:
@@ -899,8 +900,9 @@ class ReductionScheduler:
         # `join` completes them, or an earlier reduction that needs their slots.
         self.in_flight += self._launched
         self._launched = []
-        # What streams order was bound at its launch; other gradients once the host has waited.
-        are_bound = (each.route.transport.stream_ordered for each in self.in_flight)
+        # The program finds gradients after every backward. They were bound when their reductions
+        # were launched, unless the host has to wait for the results.
+        are_bound = map(_IS_STREAM_ORDERED, self.in_flight)
         if wait and (self.is_last_backward or not all(are_bound)):
             self.join()
 

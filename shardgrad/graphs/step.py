@@ -375,7 +375,7 @@ class GraphedStep(Generic[_P, _R]):
         while len(self._graphs) > self._max_graphs:
             dropped = self._graphs.pop(0)
             # Its next call runs eagerly, so that kinds of calls in turn do not capture every time.
-            why = f"its graph was dropped, as there are more than max_graphs={self._max_graphs}"
+            why = f"its graph was dropped, since max_graphs={self._max_graphs} others were newer"
             self._seen[dropped.key] = dropped.redraws, why
             dropped.reset()
         return captured

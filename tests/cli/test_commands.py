@@ -46,8 +46,10 @@ def test_patch_needs_no_package_but_torch(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("print('ran')\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    program = "import sys; sys.modules.update(dict.fromkeys(['click', 'rich', 'numpy'])); "
-    program += "import runpy; runpy.run_module('shardgrad.patch', run_name='__main__')"
+    program = (
+        "import sys; sys.modules.update(dict.fromkeys(['click', 'rich', 'numpy'])); "
+        "import runpy; runpy.run_module('shardgrad.patch', run_name='__main__')"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program, script],
         capture_output=True,
@@ -122,9 +124,11 @@ def test_an_error_that_was_not_expected_comes_with_its_traceback(tmp_path: Path)
 
 
 def test_what_a_terminal_cannot_show_is_escaped() -> None:
-    script = "from shardgrad import __main__; import sys\n"
-    script += "__main__._write_what_can_be_written(); print(chr(0x2603), flush=True)\n"
-    script += "import subprocess; subprocess.run([sys.executable, '-c', 'print(chr(0x2603))'])"
+    script = (
+        "from shardgrad import __main__; import sys\n"
+        "__main__._write_what_can_be_written(); print(chr(0x2603), flush=True)\n"
+        "import subprocess; subprocess.run([sys.executable, '-c', 'print(chr(0x2603))'])"
+    )
     done = run(
         [sys.executable, "-c", script],
         env=os.environ | {"PYTHONIOENCODING": "latin-1"},

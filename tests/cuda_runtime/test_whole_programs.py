@@ -78,8 +78,10 @@ def losses_of(example: str, *options: str | Path) -> list[float]:
 
 
 def test_the_example_of_pretraining_is_captured_and_learns(tmp_path: Path) -> None:
-    options = "--width 32 --depth 2 --heads 2 --context 32 --batch-size 4 --accumulate 2 --lr 1e-2"
-    options += " --steps 20 --warmup 4 --save-every 20"
+    options = (
+        "--width 32 --depth 2 --heads 2 --context 32 --batch-size 4 --accumulate 2 --lr 1e-2 "
+        "--steps 20 --warmup 4 --save-every 20"
+    )
     text = Path(argparse.__file__)
     found = losses_of("pretrain.py", *options.split(), "--text", text, "--folder", tmp_path)
     assert found[-1] < 0.8 * found[0]

@@ -114,6 +114,23 @@ def test_the_step_after_a_failed_one_communicates_like_any_other(where: str, who
     assert seen[3] == seen[1] or not whole
 
 
+@on_ranks(2)
+def test_a_forward_goes_on_after_a_backward_inside_it_has_failed() -> None:
+    torch.manual_seed(0)
+    model, inner = nn.Linear(3, 3), nn.Linear(3, 3)
+    model.inner, x = inner, torch.ones(1, 3, requires_grad=True)
+
+    def forward(x: Tensor) -> Tensor:
+        with pytest.raises(Trap):
+            inner(TrapInBackward.apply(x)).sum().backward()
+        return inner(x) * model.bias
+
+    model.forward = forward
+    expected = inner(x)[0].detach()
+    SHARDGRAD.shard(inner, model)(x).sum().backward()
+    assert torch.equal(model.bias.grad.full_tensor(), expected)
+
+
 # -- disagreement
 
 
