@@ -79,7 +79,8 @@ class DataParallelMesh:
         """Creates it from a 1-D or 2-D mesh.
 
         Raises:
-            MeshError: the mesh is not 1-D or 2-D.
+            MeshError: the mesh is not 1-D or 2-D, or its ranks are in another order than those of
+                its process groups.
             MeshNamesError: a 2-D mesh has no axis names.
         """
         if not isinstance(mesh, DeviceMesh):
@@ -105,9 +106,11 @@ class DataParallelMesh:
                 "'shard'))",
             )
         shard_axis = mesh.ndim - 1
+        shard_group = mesh.get_group(shard_axis)
+        _require_order_of_group(mesh, shard_group)
         return cls(
             mesh=mesh,
-            shard_group=mesh.get_group(shard_axis),
+            shard_group=shard_group,
             shard_rank=mesh.get_local_rank(shard_axis),
             shard_size=mesh.size(shard_axis),
             replicate_group=mesh.get_group(0) if mesh.ndim == 2 else None,
@@ -237,6 +240,24 @@ class DataParallelMesh:
                 fix="reshard_after_forward=True, False, or such a divisor",
             )
         return _subdivided(self.mesh, self.shard_group, size)
+
+
+def _require_order_of_group(mesh: DeviceMesh, shard_group: dist.ProcessGroup) -> None:
+    """Refuses a mesh whose ranks along the shard axis are in another order than in their group.
+
+    Collectives put shards in the order of the group, checkpoints in that of the mesh, and replicas
+    would sum the gradients of different shards. All rows are compared, so that all ranks refuse.
+    """
+    listed: Any = mesh.mesh.tolist()
+    rows, own = listed if mesh.ndim == 2 else [listed], dist.get_process_group_ranks(shard_group)
+    # torch sorts the ranks of a group, unless the program asks it not to.
+    if own == sorted(own) and any(row != sorted(row) for row in rows):
+        raise MeshError(
+            "the ranks of a mesh are not in the order of its process groups, which torch sorts",
+            expected="ranks that ascend along the axis that parameters are sharded over",
+            got=f"{mesh} of ranks {listed}",
+            fix="init_device_mesh, or DeviceMesh(device_type, mesh.mesh.sort().values)",
+        )
 
 
 # Keys include process groups: after `destroy_process_group` and a new world, equal meshes have

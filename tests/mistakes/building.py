@@ -161,6 +161,15 @@ def a_mesh_of_other_ranks() -> None:
 
 
 @mistake(
+    typed="a mesh of ranks in another order, `DeviceMesh(device_type, [1, 0])`",
+    says="MeshError: the ranks of a mesh are not in the order of its process groups",
+    cure="init_device_mesh, or DeviceMesh(device_type, mesh.mesh.sort().values)",
+)
+def a_mesh_in_another_order() -> None:
+    fully_shard(net(), mesh=DeviceMesh("cpu", [1, 0]))
+
+
+@mistake(
     typed='`dp_mesh_dims="dp"`',
     says="OptionError: dp_mesh_dims must be a DataParallelMeshDims",
     cure="dp_mesh_dims=DataParallelMeshDims(shard='dp')",
