@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from shardgrad.engine.comm_context import CommContext
-from shardgrad.engine.unit import RootContext, Unit, units_under
+from shardgrad.engine.unit import RootContext, Unit, require_awake, units_under
 from shardgrad.errors import RootError
 from shardgrad.sharding.mesh import DataParallelMesh
 
@@ -24,6 +24,7 @@ def lazy_init(unit: Unit) -> RootContext:
 
     Raises:
         RootError: the unit has several modules, so none is the root.
+        AsleepError: a unit sleeps with its former root, which alone can wake it.
         RankDisagreementError: ranks built different models. `Unit.accept` may raise further errors.
     """
     if unit.context is not None:
@@ -37,6 +38,7 @@ def lazy_init(unit: Unit) -> RootContext:
         )
     root_module = unit.modules[0]
     units = units_under(root_module) if len(unit.modules) == 1 else [unit]
+    require_awake(units)
     # Names first, since the errors below contain them.
     _name_everything(root_module, units)
     _require_same_model(units)

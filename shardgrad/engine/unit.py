@@ -93,6 +93,7 @@ class Unit:
         partner: the context whose streams and staging to share once this unit is a root.
         held: a forward with gradients leaves the parameters unsharded, because the program has
             unsharded them and waited, or because no output can tell when backward begins.
+        is_asleep: the memory of its shards is released (`features/sleep.py`).
         is_called_around: a call of one of its submodules is running outside the unit's forward. It
             may call forward, and needs the parameters afterwards.
         before_outermost_forward: called before an outermost forward with gradients; may refuse it.
@@ -122,7 +123,7 @@ class Unit:
         self.backward_prefetch: list[Unit] = []
         self.max_reductions: int | None = None
         self.partner: CommContext | None = None
-        self.held = False
+        self.held = self.is_asleep = False
         self.is_called_around = False
         self.context: RootContext | None = None
         self._lazy_init = lazy_init
@@ -573,7 +574,6 @@ class RootContext(ReductionScheduler):
         units: in construction order, the root first.
         forward_root: the outermost unit whose forward is running; None between forwards.
         ran_forward: an outermost forward has ended, and no other forward or backward began since.
-        is_asleep: True while the shards' memory is released (`features/sleep.py`).
         post_optim_event: the event that the next forward's all-gathers wait for, if the program set
             one.
     """
@@ -582,7 +582,6 @@ class RootContext(ReductionScheduler):
         self.units = list(units)
         self.root = self.units[0]
         super().__init__(comm_ctx, [grads for unit in self.units for grads in unit.grad_groups])
-        self.is_asleep = False
         self.post_optim_event: torch.Event | None = None
         self.forward_root: Unit | None = None
         self.ran_forward = False
@@ -662,13 +661,8 @@ class RootContext(ReductionScheduler):
         return True
 
     def require_awake(self) -> None:
-        """Refuses to use shards whose memory is released.
-
-        Raises:
-            AsleepError: before anything is launched.
-        """
-        if self.is_asleep:
-            raise AsleepError.of(f"the model {type(self.root.modules[0]).__name__}")
+        """Refuses to use shards whose memory is released; see the function."""
+        require_awake(self.units)
 
     def free_gradients(self) -> None:
         """Frees gradient memory whose gradients are None: [Note: Memory of gradients].
@@ -881,6 +875,17 @@ class RootContext(ReductionScheduler):
         for unit in self.units:
             unit.reshard(drop_kept=True)
         self.comm_ctx.shards_read.wait_on_host()
+
+
+def require_awake(units: Iterable[Unit]) -> None:
+    """Refuses to use shards whose memory is released.
+
+    Raises:
+        AsleepError: before anything is launched.
+    """
+    for unit in units:  # another root may share one of them
+        if unit.is_asleep:
+            raise AsleepError.of(f"the model {type(unit.modules[0]).__name__}")
 
 
 def unit_of(module: nn.Module) -> Unit | None:

@@ -76,6 +76,8 @@ def export_table(model: nn.Module) -> dict[str, ExportedParameter]:
         # Not between a forward and its backward.
         if any(group.state is not UNSHARDED for group in each.groups):
             each.refresh()  # adopts parameters that the program has replaced
+        for group in each.groups:
+            group.take_writes()
     trainers = context.root.mesh.mesh.mesh.flatten().tolist()
     table = {}
     for name, param in model.named_parameters():

@@ -216,7 +216,8 @@ def send_weights(
     Raises:
         CollectiveError: a receiver is gone or late. `group` cannot be used afterwards; the process
             groups that train the model are not affected.
-        OptionError: the plan is for another model or another number of ranks.
+        OptionError: the plan is for another model or another number of ranks, or the group lacks a
+            rank.
     """
     table = export_table(model)
     if {name: _pieces(row) for name, row in table.items()} != dict(plan.pieces):
@@ -226,8 +227,7 @@ def send_weights(
             got="different names, shapes or rows of parameters",
             fix="make the plan after fully_shard, for this model",
         )
-    rank = dist.get_rank()
-    mine = [message for message in plan.messages if message.sender == rank]
+    mine = _own_messages(plan, "sender", group)
     transfer = partial(_transfer, group, timeout_s)
     for batch in _batches(mine):
         parts = (_part(table[each.name].local, each.sent, each.shape) for each in batch)
@@ -269,18 +269,23 @@ def receive_weights(
 
     Raises:
         CollectiveError: a trainer is gone or late.
-        OptionError: a tensor is missing or has another shape; nothing was received.
+        OptionError: a tensor is missing or has another shape, or the group lacks a rank; nothing
+            was received.
     """
     for name, shape in plan.shapes.items():
         found = tensors.get(name)
-        if found is None or tuple(found.shape) != shape:
-            raise OptionError(
-                f"the receiver's tensor {name} is missing or has the wrong shape",
-                expected=f"shape {shape}",
-                got="no tensor" if found is None else f"shape {tuple(found.shape)}",
-                fix="plan_weights() with this rank's layout and the right number of receivers",
-            )
-    mine = [message for message in plan.messages if message.receiver == dist.get_rank()]
+        got = "no tensor"
+        if isinstance(found, torch.Tensor):
+            if found.is_floating_point() and found.shape == shape:
+                continue
+            got = f"{found.dtype}, shape {tuple(found.shape)}"  # whole numbers would be truncated
+        raise OptionError(
+            f"the receiver's tensor {name} is missing, or has the wrong shape or dtype",
+            expected=f"a floating-point tensor of shape {shape}",
+            got=got,
+            fix="plan_weights() with this rank's layout and the right number of receivers",
+        )
+    mine = _own_messages(plan, "receiver", group)
     transfer = partial(_transfer, group, timeout_s)
     for batch in _batches(mine):
         places = [_part(tensors[each.target], each.placed, each.shape) for each in batch]
@@ -359,6 +364,25 @@ def _pieces(row: ExportedParameter) -> tuple[object, ...]:
 
 
 # -- messages
+
+
+def _own_messages(plan: WeightPlan, side: str, group: dist.ProcessGroup | None) -> list[Message]:
+    """Returns the messages that this rank sends or receives over a process group.
+
+    torch would send nothing, without an error, on a rank outside of the group.
+    """
+    rank = dist.get_rank()
+    mine = [message for message in plan.messages if getattr(message, side) == rank]
+    members = dist.get_process_group_ranks(group) if dist.get_rank(group) >= 0 else []
+    outside = {end for each in mine for end in (each.sender, each.receiver)}.difference(members)
+    if outside:
+        raise OptionError(
+            f"the process group of the transfer lacks ranks {sorted(outside)}",
+            expected="a group of trainers and receivers",
+            got=f"a group of ranks {members}, on rank {rank}",
+            fix="group = dist.new_group([*trainers, *receivers]), on all ranks",
+        )
+    return mine
 
 
 def _batches(messages: Sequence[Message]) -> Iterator[list[Message]]:

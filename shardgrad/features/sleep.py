@@ -73,15 +73,15 @@ def sleep(
         AsleepError: the model already sleeps.
     """
     context = root_of(model, "sleep")
-    sleepers = [each for each in (pool, optimizer) if each is not None]
-    if level not in (1, 2, 3) or not all(hasattr(each, "offload") for each in sleepers):
-        raise OptionError(
-            "sleep() got an invalid level, optimizer or pool",
-            expected="level=1, 2 or 3, an optimizer from shardgrad.optim, and a GraphPool, or None",
-            got=f"level={level!r}, {sleepers}",
-            fix="shardgrad.sleep(model, optimizer, level=1)",
-        )
+    sleepers = _sleepers_in(pool, optimizer, level=level)
     context.require_awake()
+    if level > 1 and context.forward_root is not None:
+        raise OptionError(
+            "sleep() would release the weights that a forward is using",
+            expected="a call between forwards",
+            got=f"a call in the forward of {type(context.forward_root.modules[0]).__name__}",
+            fix="shardgrad.sleep(model, optimizer, level=2) after the forward",
+        )
     shards = [group.shard for unit in context.units for group in unit.groups] if level > 1 else []
     gradients = [grads.shard for grads in context.grad_groups if grads.shard] if level > 1 else []
     require_virtual(shard for shard in shards if not shard.is_meta)
@@ -100,12 +100,14 @@ def sleep(
                 undo.callback(sleeper.reload)
         if level > 1:
             context.quiesce()
-            memory = [tensor for tensor in shards if is_virtual(tensor)]
-            flat = [gradient.flat for gradient in gradients if is_virtual(gradient.flat)]
-            give_back(memory, keep=level == 2)  # a failure to save releases nothing
-            give_back(flat, keep=False)
-            _asleep[context] = _refuse_reads(context), flat + memory
-            context.is_asleep = True
+            # The program may still hold a gradient whose parameter has none.
+            kept = [gradient.flat for gradient in gradients if gradient.held()]
+            lost = [gradient.flat for gradient in gradients if not gradient.held()]
+            (kept if level == 2 else lost).extend(shards)
+            kept, lost = list(filter(is_virtual, kept)), list(filter(is_virtual, lost))
+            give_back(kept)  # a failure to save releases nothing
+            give_back(lost, keep=False)
+            _asleep[context] = _refuse_reads(context), lost + kept
         undo.pop_all()
 
 
@@ -123,27 +125,45 @@ def wake(model: nn.Module, optimizer: Sleeper | None = None, pool: Sleeper | Non
         pool: as for `sleep`.
 
     Streams: copies on the current stream. Capture: not safe.
+
+    Raises:
+        OptionError: the optimizer cannot sleep.
+        RootError: not the root.
     """
-    context = root_of(model, "wake")
+    context, sleepers = root_of(model, "wake"), _sleepers_in(optimizer, pool)
     undo, memory = _asleep.get(context, ([], []))
     bring_back(memory)  # if this fails, the model still sleeps
     while undo:
         undo.pop()()
-    context.is_asleep = False
-    for sleeper in (optimizer, pool):
-        if sleeper is not None:
-            sleeper.reload()
+    for sleeper in sleepers:
+        sleeper.reload()
+
+
+def _sleepers_in(*given: Sleeper | None, level: int = 1) -> list[Sleeper]:
+    """Returns the optimizer and the pool, as far as they are given."""
+    sleepers = [each for each in given if each is not None]
+    if level not in (1, 2, 3) or not all(hasattr(each, "reload") for each in sleepers):
+        raise OptionError(
+            "sleep() or wake() got an invalid level, optimizer or pool",
+            expected="level=1, 2 or 3, an optimizer from shardgrad.optim, and a GraphPool, or None",
+            got=f"level={level!r}, {sleepers}",
+            fix="shardgrad.sleep(model, optimizer, level=1)",
+        )
+    return sleepers
 
 
 def _refuse_reads(context: RootContext) -> list[Callable[[], Any]]:
-    """Makes state dicts, `module.to()` and reads of a weight raise: a state dict would save zeros,
-    or load values that `wake` overwrites. Returns functions that undo this.
+    """Makes forwards, state dicts, `module.to()` and reads of a weight raise: a state dict would
+    save zeros, or load values that `wake` overwrites. Returns functions that undo this.
     """
 
     def refuse(*_: Any, **__: Any) -> None:
         context.require_awake()
 
     undo: list[Callable[[], Any]] = []
+    for unit in context.units:
+        unit.is_asleep = True
+        undo.append(partial(setattr, unit, "is_asleep", False))
     roots = nn.ModuleList(context.root.modules)  # one, or those of a list
     for module in roots.modules():
         undo.append(module.register_state_dict_pre_hook(refuse).remove)

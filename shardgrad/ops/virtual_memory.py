@@ -26,6 +26,8 @@ from shardgrad.ops.library import build_command
 
 _PAGES = "_shardgrad_pages"  # set on the tensor that owns the memory
 
+_away: weakref.WeakSet[_HostPages | _DevicePages] = weakref.WeakSet()  # those that are released
+
 
 def virtual_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Allocates a zeroed 1-D tensor whose memory can be released."""
@@ -41,6 +43,12 @@ def virtual_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch
 def is_virtual(tensor: torch.Tensor) -> bool:
     """Returns whether a tensor's memory can be released."""
     return _PAGES in tensor.__dict__
+
+
+def is_released(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor's memory, which other tensors may share, is released."""
+    address = tensor.untyped_storage().data_ptr() if _away else 0
+    return any(pages.whole.untyped_storage().data_ptr() == address for pages in _away)
 
 
 def require_virtual(tensors: Iterable[torch.Tensor]) -> None:
@@ -65,7 +73,8 @@ def give_back(tensors: Iterable[torch.Tensor], *, keep: bool = True) -> None:
         for tensor in tensors:
             pages: _HostPages | _DevicePages = tensor.__dict__[_PAGES]
             pages.give_back(keep)
-            undo.callback(pages.bring_back)
+            _away.add(pages)
+            undo.callback(bring_back, [tensor])
         undo.pop_all()
 
 
@@ -80,6 +89,7 @@ def bring_back(tensors: list[torch.Tensor]) -> None:
     while tensors:
         pages: _HostPages | _DevicePages = tensors[-1].__dict__[_PAGES]
         pages.bring_back()
+        _away.discard(pages)
         del tensors[-1]
 
 

@@ -117,6 +117,17 @@ def test_a_replaced_parameter_makes_another_table() -> None:
     assert_is(model, whole_of(model))
 
 
+@on_ranks(2)
+def test_what_was_written_while_unsharded_is_there_too() -> None:
+    model = SHARDGRAD.fully_shard(stack(4, 6))
+    model.unshard()
+    with torch.no_grad():
+        model[0].weight.fill_(3.0)
+    assert_is(model, whole_of(model))
+    model.reshard()
+    assert_is(model, whole_of(model))
+
+
 @on_ranks(1)
 def test_names_are_those_of_a_checkpoint() -> None:
     plain = tower(depth=1)

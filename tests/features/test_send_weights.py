@@ -276,10 +276,13 @@ def test_another_model_and_another_receiver_are_refused() -> None:
         for trained, made in ((other, plan), (model, of_two)):
             with pytest.raises(OptionError, match="plan does not match the model"):
                 shardgrad.send_weights(trained, made)
-        with pytest.raises(
-            OptionError, match=r"(?s)tensor qkv_proj.weight is missing.*\(24, 14\).*\(3, 3\)"
-        ):
-            shardgrad.receive_weights({"qkv_proj.weight": torch.empty(3, 3)}, plan)
+        for wrong in (torch.empty(3, 3), torch.empty(24, 14, dtype=torch.int64), [3.0]):
+            got = r"torch\.\w+, shape \(" if isinstance(wrong, torch.Tensor) else "no tensor"
+            says = rf"(?s)tensor qkv_proj.weight is missing.*floating.*\(24, 14\).*{got}"
+            with pytest.raises(OptionError, match=says):
+                shardgrad.receive_weights({"qkv_proj.weight": wrong}, plan)
+        with pytest.raises(OptionError, match=r"(?s)lacks ranks \[1\].*group of ranks \[0\]"):
+            shardgrad.send_weights(model, plan, mesh.get_group())
 
 
 # -- receivers that are gone

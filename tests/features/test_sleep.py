@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 import shardgrad
-from shardgrad.errors import AsleepError, OptionError, RootError
+from shardgrad.errors import AsleepError, CheckpointError, OptionError, RootError
 from shardgrad.ops.virtual_memory import bring_back, give_back, virtual_zeros
 from tests.support.muon import cut_like
 from tests.support.parity import SHARDGRAD, assert_same_bits, stack, token_loss, tower
@@ -233,6 +234,8 @@ def test_a_use_while_asleep_is_refused_and_changes_nothing() -> None:
     for use in (*uses, earlier.backward):
         with pytest.raises(AsleepError, match=r"(?s)Tower is asleep.*wake"):
             use()
+    with pytest.raises(CheckpointError, match="AsleepError: gain is asleep"):
+        shardgrad.checkpoint.save(weights, "unused")
     late = patch(
         "shardgrad.ops.virtual_memory._HostPages.bring_back", side_effect=OSError("no room")
     )
@@ -270,6 +273,39 @@ def test_all_modules_of_a_list_sleep() -> None:
 
 
 @on_ranks(2)
+def test_a_gradient_that_the_program_holds_is_there_again() -> None:
+    model, optimizer = built()
+    take_steps(SHARDGRAD, model, optimizer, range(1))
+    token_loss(model, SHARDGRAD.tokens(1)).backward()
+    held = {name: param.grad for name, param in model.named_parameters()}
+    right = {name: grad.full_tensor().clone() for name, grad in held.items()}
+    optimizer.zero_grad()
+    shardgrad.sleep(model, optimizer, level=3)
+    shardgrad.wake(model, optimizer)
+    assert_same_bits({name: grad.full_tensor() for name, grad in held.items()}, right)
+
+
+@on_ranks(1)
+def test_a_part_of_two_models_sleeps_for_both_and_is_woken_by_one() -> None:
+    part, policy = stack(4, 4), shardgrad.SleepPolicy()
+    first, second = nn.Sequential(part), nn.Sequential(part, nn.Linear(4, 1))
+    for module in (part, first, second):
+        shardgrad.fully_shard(module, offload_policy=policy)
+    x = torch.ones(1, 4)
+    right = first(x).clone()
+    for _ in range(2):  # before and after a forward of the second, which takes the part over
+        shardgrad.sleep(first, level=2)
+        with suppress(AsleepError):
+            shardgrad.wake(second)
+        for use in (lambda: second(x), lambda: shardgrad.sleep(second, level=2)):
+            with pytest.raises(AsleepError):
+                use()
+        shardgrad.wake(first)
+        second(x)
+    assert torch.equal(first(x), right)
+
+
+@on_ranks(2)
 def test_what_cannot_sleep_is_refused() -> None:
     model, optimizer = built(sleepy=False)
     take_steps(SHARDGRAD, model, optimizer, range(1))
@@ -278,8 +314,12 @@ def test_what_cannot_sleep_is_refused() -> None:
             use()
     with pytest.raises(OptionError, match="level=1, 2 or 3"):
         shardgrad.sleep(model, level=4)
-    with pytest.raises(OptionError, match=r"(?s)optimizer from shardgrad\.optim.*SGD"):
-        shardgrad.sleep(model, None, torch.optim.SGD(model.parameters()))
+    for use in (shardgrad.sleep, shardgrad.wake):
+        with pytest.raises(OptionError, match=r"(?s)optimizer from shardgrad\.optim.*SGD"):
+            use(model, None, torch.optim.SGD(model.parameters()))
+    hook = model.layers[0].register_forward_hook(lambda *_: shardgrad.sleep(model, level=2))
+    with hook, pytest.raises(OptionError, match="weights that a forward is using"):
+        model(SHARDGRAD.tokens(0)[0])
     for use in (shardgrad.sleep, shardgrad.wake):
         with pytest.raises(RootError, match=r"(?s)must be called with the root.*Block"):
             use(model.layers[0])

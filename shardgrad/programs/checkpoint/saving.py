@@ -19,12 +19,14 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from shardgrad.errors import CheckpointError
+from shardgrad.errors import AsleepError, CheckpointError
+from shardgrad.ops.virtual_memory import is_released
 from shardgrad.programs.checkpoint.contents import MANIFEST, VERSION, Manifest, require_whole
 from shardgrad.programs.checkpoint.files import named_in_errors, write_synced
 from shardgrad.programs.checkpoint.folder import published
 from shardgrad.programs.checkpoint.peers import Peers
 from shardgrad.programs.text import printable
+from shardgrad.sharding.dtensor import local_of
 
 
 def save(
@@ -102,6 +104,7 @@ def flatten(state: Mapping[Any, Any]) -> dict[str, Any]:
 
     Raises:
         CheckpointError: the state has something in it that is not data.
+        AsleepError: a tensor's memory is released.
         ValueError: two leaves have one name.
     """
     leaves, _ = flatten_state_dict(dict(state))
@@ -111,6 +114,8 @@ def flatten(state: Mapping[Any, Any]) -> dict[str, Any]:
         else:
             is_dense = leaf.layout is torch.strided and not leaf.is_meta
             odd = "" if is_dense else f"a tensor of {leaf.layout} on {leaf.device}"
+            if is_dense and is_released(local_of(leaf)):  # of a state dict from before the sleep
+                raise AsleepError.of(printable(name))
         if odd:
             raise CheckpointError(
                 "a state that is not plain data cannot be saved or loaded",
