@@ -23,6 +23,7 @@ from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.transports import MessageTag, StreamTransport, Work
 from shardgrad.engine.unit import Unit
 from shardgrad.errors import CustomCommError, unsupported
+from shardgrad.sharding.mesh import new_group
 
 
 def memory_of_process_group(group: dist.ProcessGroup) -> Allocate:
@@ -143,15 +144,11 @@ def separate_reductions(groups: Iterable[ParamGroup], *, enable: bool) -> None:
     separate: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for group in groups:
         ranks = tuple(dist.get_process_group_ranks(group.mesh.gather_group))
-        # With local synchronization, torch names a group by the number of groups that the rank is
-        # in. If that differs between ranks, as after `new_group([0])`, they would wait for each
-        # other without end. All ranks of the world need no local synchronization.
-        is_part = len(ranks) < dist.get_world_size()
         separate[ranks] = (
             collectives_of(group).reduce_group
             or separate.get(ranks)
-            or dist.new_group(
-                list(ranks), use_local_synchronization=is_part, group_desc="fsdp_reduce_scatter"
+            or new_group(
+                list(ranks), [group.mesh.gather_group], group.mesh.device, "fsdp_reduce_scatter"
             )
         )
         set_collectives([group], reduce_group=separate[ranks])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -203,7 +204,7 @@ class DataParallelMesh:
     def over_both_axes(self) -> DataParallelMesh:
         """Returns the mesh that shards over all ranks of this HSDP mesh, one axis after the other.
 
-        Creates a process group on the first call for a mesh, so every rank must call it.
+        Creates a process group on the first call for a mesh, so all ranks of it must call it.
 
         Raises:
             OptionError: the mesh has only one axis.
@@ -226,7 +227,8 @@ class DataParallelMesh:
     def subdivide(self, size: int) -> DataParallelMesh:
         """Returns the mesh of groups of `size` neighboring ranks, for an integer reshard.
 
-        Creates process groups on the first call for a mesh and size, so every rank must call it.
+        Creates a process group on the first call for a mesh and size, so all ranks of the shard
+        group must call it.
 
         Raises:
             OptionError: `size` does not divide the shard group.
@@ -265,11 +267,42 @@ def _require_order_of_group(mesh: DeviceMesh, shard_group: dist.ProcessGroup) ->
 
 
 @lru_cache(maxsize=64)
-def _subdivided(mesh: DeviceMesh, _: dist.ProcessGroup, size: int) -> DataParallelMesh:
-    grid = DeviceMesh(
-        mesh.device_type, mesh.mesh.view(-1, size), mesh_dim_names=("neighbors", "shard")
-    )
-    return DataParallelMesh.of(grid["shard"])
+def _subdivided(mesh: DeviceMesh, shard_group: dist.ProcessGroup, size: int) -> DataParallelMesh:
+    begin = shard_group.rank() // size * size
+    ranks = dist.get_process_group_ranks(shard_group)[begin : begin + size]
+    group = new_group(ranks, [shard_group], _device_of(mesh), "fsdp_neighbors")
+    return DataParallelMesh.of(_mesh_of(group, mesh.device_type, "shard"))
+
+
+def _mesh_of(group: dist.ProcessGroup, device_type: str, name: str) -> DeviceMesh:
+    mesh: DeviceMesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=(name,))
+    return mesh
+
+
+def new_group(
+    ranks: list[int], among: Sequence[dist.ProcessGroup], device: torch.device, desc: str
+) -> dist.ProcessGroup:
+    """Returns a new process group, for which torch waits for no other rank of the world.
+
+    Pipeline stages make different groups at a time, or some make none. So torch may name a group
+    neither by how many the world has made, as it would for all ranks, nor alike for different
+    ranks. It names this one by its ranks and by the number of groups that a rank is in, which is
+    made equal first: where it differs, ranks would wait for each other without end.
+
+    Args:
+        ranks: of the group.
+        among: groups that together connect these ranks. All of their ranks must call this.
+        device: for messages in these groups.
+        desc: for messages about the group.
+    """
+    names = dist.distributed_c10d._world.pg_names
+    most = torch.tensor(len(names), device=device)
+    for group in among:
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    for _ in range(len(names), int(most)):
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    made: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True, group_desc=desc)
+    return made
 
 
 def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
@@ -286,8 +319,11 @@ def _group_of_one(world: dist.ProcessGroup) -> dist.ProcessGroup:
 
 @lru_cache(maxsize=64)
 def _flattened(mesh: DeviceMesh, levels: TwoLevels) -> DataParallelMesh:
-    names = mesh.mesh_dim_names or ()
-    flat = DeviceMesh(mesh.device_type, mesh.mesh.reshape(-1), mesh_dim_names=("_".join(names),))
+    ranks: list[int] = mesh.mesh.flatten().tolist()
+    group: Any = dist.group.WORLD
+    if len(ranks) < group.size():
+        group = new_group(ranks, [levels.inner, levels.outer], _device_of(mesh), "fsdp_levels")
+    flat = _mesh_of(group, mesh.device_type, "_".join(mesh.mesh_dim_names or ()))
     return replace(DataParallelMesh.of(flat), levels=levels)
 
 

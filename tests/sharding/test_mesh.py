@@ -86,6 +86,10 @@ def test_a_mesh_makes_its_process_groups_once_and_waits_for_no_other_rank() -> N
     # Groups of one are made on two ranks only; other groups come after them.
     makes = [partial(DataParallelMesh.of_named_axes, mesh, dims)][dist.get_rank() // 2 :]
     makes += [partial(DataParallelMesh.of(default_mesh()).subdivide, 2)]
+    # One stage of a pipeline makes a group, the other one does not.
+    grid = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pp", "outer", "inner"))
+    stage = DataParallelMesh.of(grid["outer", "inner"])
+    makes += [stage.over_both_axes][dist.get_rank() // 2 :]
     for make in [*makes, DataParallelMesh.of(mesh).over_both_axes]:
         assert make().shard_group is make().shard_group
 
