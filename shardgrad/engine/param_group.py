@@ -672,8 +672,6 @@ class ParamGroup:
         """
         self.generation += 1
         locals_ = [local_of(param) for param in shown]
-        if self.gather is not None:
-            self.gather.comm_ctx.shards_read.wait_on_host()
         # Readers of the former shard, such as `model.to` or a copy of its state, may still be
         # running.
         keep_for_current_stream(self.shard)

@@ -58,9 +58,8 @@ class HfsdpGather(AllGather):
         super().__post_init__()
         # The inner axis gathers inner shards, not chunks.
         self.table = _for_inner_shards(self.layout.table, own, levels)
-        self._filled = self.streams.event()
-        # Orders the first gather after the previous use of this memory on the current stream.
-        self._filled.record(self.streams.current())
+        # This memory was allocated for the current stream, which may have used it before.
+        self.streams.order(self.streams.current(), self.streams.gather)
         self._version: object = None
 
     def launch(self, name: str, version: object, finish: Callable[[], None]) -> None:
@@ -75,14 +74,12 @@ class HfsdpGather(AllGather):
 
     def _gather_outer(self, name: str, version: object) -> None:
         streams = self.streams
-        self._filled.wait(streams.gather)
         self._own.launch(name, version, lambda: None)
         with streams.on(streams.gather), torch.no_grad():
             try:
                 self.chunk.copy_(self._own.wait(streams.gather))
             finally:
                 self._own.release(streams.gather)
-            self._filled.record(streams.gather)
         self._version = version
 
 
