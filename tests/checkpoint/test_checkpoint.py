@@ -218,6 +218,7 @@ def test_retention_keeps_the_newest_and_the_one_named_latest(tmp_path: Path) -> 
     for name in ("step_999999\n", "step_999999/", "checkpoints/step_999999"):
         (tmp_path / "latest").write_text(name)
         assert number_in(series.latest()) == 999_999
+    series.path_of(5).mkdir()  # nothing is in it
     for wrong in ("../../etc", "step_000005", "", "\xff"):
         (tmp_path / "latest").write_text(wrong, encoding="latin-1")
         assert number_in(series.latest()) == 1_000_000

@@ -22,7 +22,6 @@ from shardgrad.errors import CheckpointError
 from shardgrad.programs.checkpoint import Series
 from shardgrad.programs.checkpoint.folder import published
 from tests.checkpoint.test_checkpoint import number_in, small
-from tests.support.processes import FairClock
 
 
 def save(series: Series, step: int, *, number: int | None = None) -> None:
@@ -174,50 +173,6 @@ def test_a_file_system_without_locks_is_named(tmp_path: Path) -> None:
 
 
 # -- latest
-
-
-def test_latest_is_always_there_and_never_older_while_two_processes_save(tmp_path: Path) -> None:
-    """One of them is refused, however often it tries; there is always a whole checkpoint to
-    read.
-    """
-
-    first = Series(tmp_path)
-    save(first, 0)
-    first.release()
-    savers = []
-    for _ in range(2):
-        saver = os.fork()
-        if saver == 0:
-            series, step = Series(tmp_path, keep=2), 0
-            while True:
-                step += 1
-                try:
-                    save(series, step)
-                except CheckpointError:
-                    time.sleep(0.001)
-        savers.append(saver)
-    try:
-        series, seen = Series(tmp_path, keep=2), [-1]
-        clock = FairClock()
-        while len(seen) < 40:
-            assert clock.elapsed_s() < 90, f"{len(seen)} checkpoints only"
-            assert all(os.waitpid(saver, os.WNOHANG) == (0, 0) for saver in savers), (
-                "a saver failed"
-            )
-            path = series.latest()
-            assert path is not None, f"latest went away after step {seen[-1]}"
-            step = int(path.name[5:])
-            assert step >= seen[-1], f"latest went from step {seen[-1]} back to {step}"
-            if step > seen[-1]:
-                seen.append(step)
-            try:
-                number_in(path)
-            except CheckpointError:  # it was removed meanwhile, since there are two newer ones
-                assert series.latest() != path
-    finally:
-        for saver in savers:
-            os.kill(saver, signal.SIGKILL)
-            os.waitpid(saver, 0)
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])

@@ -57,6 +57,7 @@ def train(
             if handle is not None:
                 handle.wait()
                 handle.wait()
+                assert all(param.grad is not None for param in model.parameters())
             model.set_manual_backward_finalization(False)
         optim.step()
         if step == 0:

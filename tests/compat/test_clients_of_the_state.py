@@ -85,14 +85,13 @@ def test_a_model_with_a_base_without_a_dict_is_sharded(
 def test_dinov3_makes_a_root_reshard_after_forward() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     shardgrad.fully_shard(model[0])
-    shardgrad.fully_shard(model, reshard_after_forward=True)
+    shardgrad.fully_shard(model)
     state = torch.distributed.fsdp.fully_shard.state(model)
     kept = state._fsdp_param_group.post_forward_mesh_info
     state._lazy_init()
     state._fsdp_param_group.post_forward_mesh_info = kept
     assert kept is not None
-    with torch.no_grad():
-        model(torch.ones(2, 4))
+    model(torch.ones(2, 4))
     assert all(isinstance(param, DTensor) for param in model.parameters())
     state._fsdp_param_group.post_forward_mesh_info = None
     model(torch.ones(2, 4))

@@ -87,3 +87,15 @@ def test_gradients_on_the_host_have_arrived_where_they_are_read(by_hook: bool) -
             read(model.weight)
     assert len(seen) == 1
     assert (seen[0] == 8).all()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_is_computed_before_a_reshard_does_not_see_what_is_written_after_it() -> None:
+    model = shardgrad.fully_shard(nn.Linear(8, 8), offload_policy=CPUOffloadPolicy())
+    before = model.weight.to_local().sum()
+    with inspection.order("late"), torch.no_grad():
+        model.unshard()
+        found = model.weight.sum()
+        model.reshard()
+        model.weight.to_local().zero_()
+    torch.testing.assert_close(found.cpu(), before)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardgrad
 from shardgrad.diagnosis.flight_recorder import recorder
+from shardgrad.engine.unit import units_under
 from shardgrad.errors import ParticipationError
 from tests.support.parity import SHARDGRAD, route
 from tests.support.ranks import on_ranks
@@ -252,11 +253,13 @@ def test_gradients_that_come_after_their_reduction_are_refused() -> None:
 
 @on_ranks(2)
 def test_a_rank_without_a_batch_joins_an_evaluation() -> None:
-    whole, model = routed(), sharded_routed()
+    whole, model = routed(), sharded_routed(stage=2)
     with torch.no_grad(), shardgrad.participate(model):
         if dist.get_rank() == 0:
             x = batch_of(0)
             assert torch.equal(model(x, ["left"]), whole(x, ["left"]))
+    groups = [group for unit in units_under(model) for group in unit.groups]
+    assert not any(group.is_filled for group in groups), "the program may write the shards now"
     assert recorder.last.name.startswith("all-gather of")  # and nothing was reduced
 
 

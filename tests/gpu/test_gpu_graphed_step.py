@@ -288,18 +288,6 @@ def test_what_a_capture_that_fails_has_gathered_and_drawn_is_so_again(
         yield step(batch(number, device))
 
 
-@same_bits_as_eager
-def test_a_layer_is_frozen_and_thawed_again_and_again(
-    graphed: Graphed, device: torch.device
-) -> Values:
-    model = build()
-    optimizer = shardgrad.optim.SGD(model.parameters())
-    step = graphed(model, optimizer)(step_of(model, optimizer))
-    for number in range(STEPS):
-        model[0].first.requires_grad_(number % 4 < 2)
-        yield step(batch(number, device))
-
-
 def test_what_runs_outside_of_the_graphs_draws_as_it_likes(device: torch.device) -> None:
     counts = itertools.count()
 

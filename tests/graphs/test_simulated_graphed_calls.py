@@ -6,7 +6,7 @@ import re
 import threading
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -316,12 +316,22 @@ def test_a_tensor_that_is_replaced_before_each_call_is_named(
         same_on(2, replaced, calls, captures, replays)
 
 
+class Counted(shardgrad.graphs.Capturable):
+    """What a program counts, which a capture must not change."""
+
+    calls = 0
+
+    def snapshot(self) -> Callable[[], None]:
+        return partial(setattr, self, "calls", self.calls)
+
+
 @on_virtual_ranks(1)
 def test_gradients_that_are_kept_so_that_no_graph_is_replayed_are_warned_of() -> None:
-    model = build(1)
+    model, counted = build(1), Counted()
 
-    @shardgrad.graphed_step(model)
+    @shardgrad.graphed_step(model, counted)
     def step(x: Tensor) -> list[Tensor | None]:
+        counted.calls += 1
         model.zero_grad()
         loss_of(model, x).backward()
         return [p.grad for p in model.parameters()]
@@ -331,6 +341,7 @@ def test_gradients_that_are_kept_so_that_no_graph_is_replayed_are_warned_of() ->
         for number in range(16):
             kept = step(batch(number))
         assert kept
+        assert counted.calls == 16
 
     with pytest.warns(shardgrad.UncapturableStepWarning, match="gradients of an earlier call"):
         train()
@@ -339,6 +350,11 @@ def test_gradients_that_are_kept_so_that_no_graph_is_replayed_are_warned_of() ->
     for number in range(8):
         step(batch(number))
     assert step.replays, "of those that are dropped"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for rows in (*range(1, 4), *range(5, 10)):  # that are new, with a replay after each
+            step(batch(0, rows))
+            step(batch(0))
     step.close()
 
 

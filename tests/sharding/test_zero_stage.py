@@ -51,24 +51,30 @@ def counted() -> Iterator[Counter[str]]:
         yield sent
 
 
-def step_once(model: Tower, optim: torch.optim.Optimizer, micro_batches: int, seed: int) -> None:
+def step_once(
+    model: Tower,
+    optim: torch.optim.Optimizer,
+    micro_batches: int,
+    seed: int,
+    says_last: str = "set_is_last_backward",
+) -> None:
     for micro in range(micro_batches):
-        model.set_is_last_backward(micro == micro_batches - 1)
+        getattr(model, says_last)(micro == micro_batches - 1)
         token_loss(model, SHARDGRAD.tokens(seed + micro)).backward()
     optim.step()
     optim.zero_grad()
 
 
-def traffic_of(stage: int | str, **options: Any) -> tuple[int, int, int]:
+def traffic_of(stage: int | str, *says_last: str, **options: Any) -> tuple[int, int, int]:
     """Returns the bytes that one step of two micro-batches sends, and those of one chunk of shards
     and of gradients.
     """
     model = SHARDGRAD.shard_tower(tower(), reshard_after_forward=None, zero_stage=stage, **options)
     model.set_reshard_after_forward(stage in (3, "hfsdp"))  # nothing is whole by chance
     optim = make_optimizer("sgd", model)
-    step_once(model, optim, 2, 0)
+    step_once(model, optim, 2, 0, *says_last)
     with counted() as sent:
-        step_once(model, optim, 2, 2)
+        step_once(model, optim, 2, 2, *says_last)
     groups = groups_of(model)
     shards = sum(group.layout.chunk_numel for group in groups) * 4
     gradients = sum(group.grads.layout.chunk_numel for group in groups) * 4
@@ -84,16 +90,19 @@ def test_a_stage_sends_what_the_docs_say(stage: int) -> None:
     assert sent == gathers * shards + reductions * gradients
 
 
+@pytest.mark.parametrize(
+    ("says_last", "reductions"), [("set_is_last_backward", 2), ("set_requires_all_reduce", 1)]
+)
 @on_ranks(4)
-def test_the_outer_axis_carries_little() -> None:
+def test_the_outer_axis_carries_little(says_last: str, reductions: int) -> None:
     """Four ranks, two by two: the outer axis carries a quarter of what the inner axis does, or
     less.
     """
     mesh = hsdp_mesh(2, 2)
-    sent, shards, gradients = traffic_of("hfsdp", mesh=mesh)
+    sent, shards, gradients = traffic_of("hfsdp", says_last, mesh=mesh)
     # Outer: a chunk a step, and one a reduction. Inner: two chunks in each of four gathers, two
     # reductions.
-    assert sent == (1 + 4 * 2) * shards + (2 + 2 * 2) * gradients
+    assert sent == (1 + 4 * 2) * shards + (reductions + 2 * 2) * gradients
 
 
 @on_ranks(4)

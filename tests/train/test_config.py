@@ -51,13 +51,16 @@ def test_an_unknown_name_or_value_of_a_file_is_refused(
         read_settings(path)
 
 
-@pytest.mark.parametrize(("ranks", "batch_size", "accumulate"), [(1, 8, 2), (16, 1, 1)])
+@pytest.mark.parametrize(
+    ("before", "ranks", "batch_size", "accumulate"), [(8, 1, 8, 2), (8, 16, 1, 1), (6, 3, 2, 2)]
+)
 def test_other_ranks_share_the_same_global_batch(
-    ranks: int, batch_size: int, accumulate: int
+    before: int, ranks: int, batch_size: int, accumulate: int
 ) -> None:
-    config = resumed(SAVED, {"ranks": ranks})
+    saved = dataclasses.replace(SAVED, batch_size=before)
+    config = resumed(saved, {"ranks": ranks})
     assert (config.ranks, config.batch_size, config.accumulate) == (ranks, batch_size, accumulate)
-    assert config.global_batch(ranks) == SAVED.global_batch(2)
+    assert config.global_batch(ranks) == saved.global_batch(2)
 
 
 def test_ranks_that_cannot_share_the_batch_are_refused_unless_it_is_given_anew() -> None:

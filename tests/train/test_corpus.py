@@ -55,11 +55,16 @@ def test_a_text_holds_a_sequence_and_the_byte_after_it(tmp_path: Path) -> None:
         read(tmp_path / "text")
 
 
-@given(first=st.integers(0, 10**12), count=st.integers(1, 6), seed=st.integers(0, 2**40))
+@given(
+    first=st.integers(0, 10**12),
+    count=st.integers(1, 6),
+    seed=st.integers(0, 2**40),
+    nbytes=st.integers(6, 97),
+)
 def test_a_sample_depends_on_its_number_and_the_seed_alone(
-    first: int, count: int, seed: int
+    first: int, count: int, seed: int, nbytes: int
 ) -> None:
-    sampler = Sampler(torch.arange(97, dtype=torch.uint8), seq_len=5, seed=seed)
+    sampler = Sampler(torch.arange(nbytes, dtype=torch.uint8), seq_len=5, seed=seed)
     tokens, targets = sampler.batch(first, count)
     one_by_one = [sampler.batch(first + number, 1) for number in range(count)]
     assert torch.equal(tokens, torch.cat([one[0] for one in one_by_one]))

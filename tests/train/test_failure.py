@@ -40,6 +40,9 @@ def test_a_full_disk_is_found_behind_what_it_led_to() -> None:
     behind = CheckpointError("a rank failed in its part")
     behind.__cause__ = full
     assert str(explain(behind)).startswith("The disk is full")
+    apart = ValueError("raised from None")
+    apart.__context__, apart.__suppress_context__ = full, True
+    assert "disk" not in str(explain(apart))
 
 
 def test_too_many_open_files_name_the_limit_whoever_met_it() -> None:

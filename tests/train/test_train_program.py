@@ -119,13 +119,13 @@ def test_a_loss_is_the_mean_since_the_last_line_and_a_sample_comes_with_it(
     two_ranks: Path, tmp_path: Path
 ) -> None:
     """With all that changes how blocks run, and nothing that changes what they compute."""
-    options = [*MICRO, "--ranks", "2", "--run-dir", tmp_path, "--log-every", "3"]
+    options = [*MICRO, "--ranks", "2", "--run-dir", tmp_path, "--log-every", "4"]
     options += ["--stage", "2", "--activation-checkpointing", "--sample-bytes", "5"]
     output = train(*options)
     each, means = losses(two_ranks), losses(tmp_path)
-    assert list(means) == [3, 6]
-    for step, mean in means.items():
-        assert mean == pytest.approx(sum(each[step - n] for n in range(3)) / 3, rel=1e-5)
+    assert list(means) == [4, 6]  # and after the last step
+    for (step, mean), count in zip(means.items(), (4, 2), strict=True):
+        assert mean == pytest.approx(sum(each[step - n] for n in range(count)) / count, rel=1e-5)
     assert "The model writes:" in output
 
 
@@ -200,16 +200,18 @@ def left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[o
 
 
 @pytest.mark.parametrize(
-    "is_launcher_killed",
+    ("heard_by", "number"),
     [
-        pytest.param(False, id="Ctrl-C"),
-        pytest.param(True, marks=pytest.mark.long, id="launcher killed"),
+        ("all", signal.SIGINT),  # as a terminal does
+        ("launcher", signal.SIGTERM),
+        ("a rank", signal.SIGTERM),
+        pytest.param("launcher", signal.SIGKILL, marks=pytest.mark.long),
     ],
 )
 def test_a_stop_saves_the_step_and_says_how_to_go_on(
-    is_launcher_killed: bool, tmp_path: Path, left: Callable[[], list[object]]
+    heard_by: str, number: int, tmp_path: Path, left: Callable[[], list[object]]
 ) -> None:
-    """Ranks whose launcher was killed stop as if asked to."""
+    """Ranks whose launcher was killed stop as if asked to; so do those of which one was."""
     folder = tmp_path / "run"
     process = start(
         *MICRO,
@@ -218,10 +220,11 @@ def test_a_stop_saves_the_step_and_says_how_to_go_on(
         program=TRAIN,
     )
     wait_for_steps(folder, 2, process)
-    if is_launcher_killed:
-        os.kill(process.pid, signal.SIGKILL)
-    else:  # to the whole group, as a terminal does: the launcher and each rank hear it
-        os.killpg(process.pid, signal.SIGINT)
+    is_launcher_killed = number == signal.SIGKILL
+    if heard_by == "all":
+        os.killpg(process.pid, number)
+    else:
+        os.kill(ranks_of(process)[1] if heard_by == "a rank" else process.pid, number)
     status, _, errors = end(process)  # when no rank holds the other end of its output any more
     assert left() == []
     assert status == (-signal.SIGKILL if is_launcher_killed else 130)
