@@ -42,6 +42,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "hook": (hooked, {}),
     "dtype": (lambda: stack(5, 7), {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.int32)}),
     "claimed": (child_of_a_root, {}),
+    "twice": (lambda: stack(5, 7), {}),
     "indivisible": (lambda: stack(5, 7, 3), {"reshard_after_forward": 3}),
 }
 
@@ -72,7 +73,7 @@ def test_what_is_refused_is_left_as_it_was(name: str) -> None:
     module = build()
     before = fingerprint(module)
     with pytest.raises(shardgrad.ShardgradError, match=r"(?s)expected:.*got:.*try:"):
-        shardgrad.fully_shard(module, **options)
+        shardgrad.fully_shard([module] * (1 + (name == "twice")), **options)
     assert fingerprint(module) == before
 
 

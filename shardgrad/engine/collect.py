@@ -47,7 +47,7 @@ def validated(arg: Any) -> list[nn.Module]:
 
     Raises:
         ContainerError: a container without forward.
-        AlreadyShardedError: `fully_shard` was applied before.
+        AlreadyShardedError: `fully_shard` was applied before, or a list has a module twice.
         EngineError: DDP, FSDP1 or torch's FSDP2 manages the module or one below it.
         OptionError: not modules, or an empty list.
     """
@@ -70,12 +70,12 @@ def validated(arg: Any) -> list[nn.Module]:
                 fix="for child in container: fully_shard(child)   # or "
                 "fully_shard(list(container))",
             )
-        if unit_of(module) is not None:
+        if unit_of(module) is not None or modules.count(module) > 1:
             raise AlreadyShardedError(
                 "Each distinct composable distributed API can only be applied to a module once.",
-                expected="a module that is not a unit yet",
-                got=f"{type(module).__name__}, which is a unit",
-                fix="remove the second fully_shard call",
+                expected="a module that is not a unit yet, once",
+                got=f"{type(module).__name__}, which is a unit, or twice in the list",
+                fix="remove the second fully_shard call, or the second place in the list",
             )
         # Includes all modules below: no other engine may shard what this one would.
         for name, child in module.named_modules():
