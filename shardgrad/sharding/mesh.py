@@ -289,18 +289,23 @@ def new_group(
     ranks. It names this one by its ranks and by the number of groups that a rank is in, which is
     made equal first: where it differs, ranks would wait for each other without end.
 
+    After `init_process_group(device_id=...)`, torch splits NCCL's communicator of the world
+    instead, which takes all ranks of it: they have to make as many groups.
+
     Args:
         ranks: of the group.
         among: groups that together connect these ranks. All of their ranks must call this.
         device: for messages in these groups.
         desc: for messages about the group.
     """
-    names = dist.distributed_c10d._world.pg_names
-    most = torch.tensor(len(names), device=device)
-    for group in among:
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-    for _ in range(len(names), int(most)):
-        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    world: Any = dist.group.WORLD
+    if world.bound_device_id is None:
+        names = dist.distributed_c10d._world.pg_names
+        most = torch.tensor(len(names), device=device)
+        for group in among:
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+        for _ in range(len(names), int(most)):
+            dist.new_group([dist.get_rank()], use_local_synchronization=True)
     made: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True, group_desc=desc)
     return made
 
