@@ -169,7 +169,7 @@ def fully_shard(
     if stage.decides:
         from shardgrad.features.zero_stage_auto import StageAuto
 
-        unit.before_outermost_forward = StageAuto(unit, unit.before_outermost_forward)
+        unit.before_outermost_forward = StageAuto(unit)
     _commit(unit, originals, ignored)
     return module
 
@@ -291,14 +291,21 @@ def _all_gather(comm: str, stage: Stage, memory: ShardMemory) -> Callable[..., A
 
 def _data_mesh(mesh: DeviceMesh | None, dims: Any, stage: Stage) -> DataParallelMesh:
     mesh = mesh or default_mesh()
-    if isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is None:
+    if not isinstance(mesh, DeviceMesh):
+        raise OptionError(
+            "mesh must be a DeviceMesh",
+            expected="torch.distributed.device_mesh.DeviceMesh, or None for all ranks",
+            got=repr(mesh),
+            fix="init_device_mesh(device_type, (world_size,))",
+        )
+    if mesh.get_coordinate() is None:
         raise MeshError(
             f"this rank is not in the mesh {mesh}",
             expected="fully_shard on the ranks of its mesh only",
             got=f"rank {dist.get_rank()}",
             fix="if mesh.get_coordinate() is not None: fully_shard(model, mesh=mesh)",
         )
-    if dims is None or not isinstance(mesh, DeviceMesh):
+    if dims is None:
         data_mesh = DataParallelMesh.of(mesh)
         return data_mesh.over_both_axes() if stage.over_both_axes else data_mesh
     if stage.over_both_axes:

@@ -172,8 +172,8 @@ class FSDPModule:
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """All-gathers this unit's parameters. Not recursive; a collective.
 
-        After the wait they stay unsharded, also after a forward with gradients, until a backward or
-        `reshard` reshards them. A pipeline stage needs this: it runs backward in two parts, and
+        After the wait they stay unsharded, also after a forward with grad enabled, until a backward
+        or `reshard` reshards them. A pipeline stage needs this: it runs backward in two parts, and
         both need unsharded parameters.
 
         Args:
@@ -308,7 +308,7 @@ class FSDPModule:
         self._unit.reductions.divide_factor = float(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Alias of `set_gradient_divide_factor`, which replaces it."""
+        """FSDP2's old name of `set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
@@ -340,10 +340,11 @@ class FSDPModule:
             for grads in unit.grad_groups:
                 grads.drop_waiting()
                 shard = grads.shard
-                if shard is not None and set_to_none:
-                    shard.unbind()
-                elif shard is not None:
-                    shard.zero(range(shard.count))
+                if shard is not None:
+                    if set_to_none:
+                        shard.unbind()
+                    else:
+                        shard.zero(range(shard.count))
 
     def reset_iter_state(self) -> None:
         """Clears an iteration that an exception cut short. The next forward would do the same.

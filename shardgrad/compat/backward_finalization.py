@@ -9,8 +9,6 @@ from __future__ import annotations
 from typing import NoReturn
 from weakref import WeakKeyDictionary
 
-import torch
-
 from shardgrad.engine.lazy_init import lazy_init
 from shardgrad.engine.unit import RootContext, Unit
 from shardgrad.errors import BackwardFinalizationError, RootError
@@ -43,7 +41,7 @@ def _refuse_forward() -> NoReturn:
     raise BackwardFinalizationError(
         "The previous gradient reduction must be waited on before forward",
         expected="wait() on the handle that finalize_backward(async_op=True) returned",
-        got="a forward with gradients",
+        got="a forward with grad enabled",
         fix="handle = model.finalize_backward(async_op=True); ...; handle.wait()",
     )
 
@@ -134,7 +132,6 @@ def finalize(unit: Unit, *, async_op: bool) -> GradientReductionHandle | None:
     return _Handle(context) if async_op else None
 
 
-@torch.no_grad()
 def end_backward(context: RootContext, *, wait: bool = True) -> None:
     """Ends a backward of several micro-batches outside autograd: reduces the gradients
     they left.

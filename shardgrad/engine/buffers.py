@@ -52,16 +52,12 @@ class Chunks:
     count: int
     _parts: dict[int, torch.Tensor] = field(default_factory=dict, init=False)
 
-    @property
-    def numel(self) -> int:
-        """Elements of a piece."""
-        return self.whole.numel() // max(self.count, 1)
-
     def part(self, place: int) -> torch.Tensor:
         """Returns a piece."""
         part = self._parts.get(place)
         if part is None:
-            part = self._parts[place] = self.whole.narrow(0, place * self.numel, self.numel)
+            numel = self.whole.numel() // self.count
+            part = self._parts[place] = self.whole.narrow(0, place * numel, numel)
         return part
 
     @cached_property
@@ -138,16 +134,15 @@ class Slot:
             self._views[key] = chunks
         return chunks
 
-    def give_back(self, joined: Stream = None, *, is_written: bool = False) -> None:
+    def give_back(self, *, is_written: bool = False) -> None:
         """Drops lent tensors and frees the bytes; the slot has none until `take`.
 
         Args:
-            joined: a stream that is already ordered after the last use.
             is_written: a failed collective may still write to the bytes.
         """
         self.return_lent()
         # The next owner, on the stream they were allocated on, must come after the last use.
-        if self.nbytes and (joined is None or joined != self._allocated_on):
+        if self.nbytes:
             self.free.wait(self._allocated_on)
         if self._allocate is not None or is_written:
             self._start_over()  # a failed collective may still write to them, and holds them
@@ -258,11 +253,10 @@ class SlotRing:
             self._turns.remove(slot)
         del self.slots[depth:]
 
-    def rewind(self, joined: Stream = None) -> None:
+    def rewind(self) -> None:
         """Starts the turns over, so that every step lends the same slot to the same group.
 
-        Frees the bytes unless the ring keeps them. The stream `joined` is already ordered after
-        their last use.
+        Frees the bytes unless the ring keeps them.
         """
         for slot in self.slots:
             # Still in flight, because another backward follows: do not start over.
@@ -272,7 +266,7 @@ class SlotRing:
         # What a ring keeps on a device has nothing lent: it has memory for one collective only.
         if not self.keeps:
             for slot in self._turns:
-                slot.give_back(joined)
+                slot.give_back()
 
 
 class RecurringMemory:

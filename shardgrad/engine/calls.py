@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardgrad.engine.param_group import ParamState, graph_task
+from shardgrad.engine.param_group import UNSHARDED, graph_task
 from shardgrad.engine.unit import Arguments, Unit
 
 
@@ -43,7 +43,7 @@ def forward_around(module: nn.Module, unit: Unit, reader: nn.Module | None = Non
             return None
         context, owner = unit.context, unit.group_owning[module]
         is_inside = bool(unit.running)
-        if is_inside and owner.state is ParamState.UNSHARDED:
+        if is_inside and owner.state is UNSHARDED:
             return None
         given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
         dtypes = tuple(each.dtype for each in given)
@@ -54,13 +54,14 @@ def forward_around(module: nn.Module, unit: Unit, reader: nn.Module | None = Non
             unit.unshard(context.comm_ctx)
             unit.wait_for_unshard(context.comm_ctx)
             return unit.cast_inputs(args, kwargs) if dtypes in repeated and not is_inside else None
-        # A reentrant checkpoint runs without grad, as does a metric that nothing repeats.
+        # Backward may repeat this call: grad is enabled, or an input requires grad, as in reentrant
+        # checkpointing, which disables grad.
         if torch.is_grad_enabled() or any(each.requires_grad for each in given):
             repeated.add(dtypes)
         owner.reshard_if_stale()
         # The unit's forward has to clear a backward that was cut short.
         is_cut_short = context is not None and context.backward_running
-        gathers = is_cut_short or owner.state is not ParamState.UNSHARDED
+        gathers = is_cut_short or owner.state is not UNSHARDED
         if gathers:  # no other call is open, or it would have unsharded
             unit.copies.clear()
         calls.append(gathers)

@@ -30,10 +30,10 @@ class CommContext:
             before the program may write them. See [Note: Shards on the host] in
             `sharding/offload.py`.
         tails: of the chunks of gradients, which similar groups share; see `GradGroup._tail`.
-        gather_ring: staging for all-gathers; grows to the prefetch depth in use. Collectives that
-            are not staged in this ring or the next one read and write only their own memory.
+        gather_ring: staging for all-gathers; grows to the prefetch depth in use. Only
+            all-gathers of this ring and reductions of `reduce_ring` share memory with others.
         reduce_ring: staging for reductions; two may be in flight, and a third completes the first.
-        is_captured: a graph is being captured; see `RootContext`.
+        is_captured: a graph is being captured; see `RootContext.crosses_border`.
         rings: the above and those whose memory a program provides.
     """
 
@@ -121,7 +121,7 @@ class CollectiveConfig:
 
 
 class SecondStep(Protocol):
-    """The step after the reduce-scatter on a mesh with another dim to reduce over."""
+    """The step after the reduce-scatter on a mesh with another axis to reduce over."""
 
     def room(self, comm_ctx: CommContext, chunk_numel: int) -> tuple[int, int]:
         """Returns the pieces that `launch` needs: their number, and elements in the

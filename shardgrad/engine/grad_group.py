@@ -72,26 +72,18 @@ class GradState(Enum):
 IDLE, COLLECTING, READY, SENT = GradState
 
 
-class _Transitions(dict[tuple[GradState, GradState], GradState]):
-    """The next state, by the present one and the next one. Any other pair raises."""
-
-    def __missing__(self, pair: tuple[GradState, GradState]) -> GradState:
-        raise RuntimeError(f"invalid transition of a group's gradients: {pair[0]} to {pair[1]}")
-
-
-# Only `ReductionScheduler` makes transitions. The end of a backward leads from any state to IDLE.
-_NEXT = _Transitions(
-    {
-        (IDLE, COLLECTING): COLLECTING,
-        (IDLE, READY): READY,  # under `participate`, for a group of which this rank ran no forward
-        (IDLE, SENT): SENT,  # gradients that the program has written, or that waited
-        (COLLECTING, READY): READY,
-        (COLLECTING, SENT): SENT,  # at the end of backward, after which no more gradients come
-        (READY, SENT): SENT,
-        (SENT, COLLECTING): COLLECTING,  # another call of the unit
-        (SENT, SENT): SENT,  # gradients that the program wrote after the reduction
-    }
-)
+# The next state by the present one and the next one; no other pair may occur. Only
+# `ReductionScheduler` makes transitions. The end of a backward leads from any state to IDLE.
+_NEXT = {
+    (IDLE, COLLECTING): COLLECTING,
+    (IDLE, READY): READY,  # under `participate`, for a group of which this rank ran no forward
+    (IDLE, SENT): SENT,  # gradients that the program has written, or that waited
+    (COLLECTING, READY): READY,
+    (COLLECTING, SENT): SENT,  # at the end of backward, after which no more gradients come
+    (READY, SENT): SENT,
+    (SENT, COLLECTING): COLLECTING,  # another call of the unit
+    (SENT, SENT): SENT,  # gradients that the program wrote after the reduction
+}
 
 _HOOKED = "_shardgrad_hooked"
 # Whether the backward on this thread was called with `retain_graph=True`.
@@ -595,9 +587,8 @@ class GradGroup:
             self._route_made_for = made_for
             self._route = ReduceRoute(group, self.params, self.layout, factor, comm_ctx)
         route = self._route
-        shard = None  # without the second step, only a partial sum remains
-        if all_reduces or route.second is None:
-            shard = self.require_shard()
+        # Without the second step, only a partial sum remains.
+        shard = self.require_shard() if all_reduces or route.second is None else None
         reduction = Reduction(
             route=route,
             shard=shard,
@@ -932,7 +923,7 @@ class ReductionScheduler:
                     failed = failed or error
         self.in_flight = []
         for ring in self.comm_ctx.rings:
-            ring.rewind(stream)
+            ring.rewind()
         if failed is not None:
             raise failed
 

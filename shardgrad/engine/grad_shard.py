@@ -16,7 +16,7 @@ memory, and the group gets other memory and new objects for those places. A grap
 memory cannot be replayed any more and is captured again.
 
 Every gradient has a storage of its own, so reference counts answer this in a few passes in C. A
-program that keeps no gradients pays nothing else. Alternatives: docs/design/gradients.md.
+program that keeps no gradients pays for this check only. Alternatives: docs/design/gradients.md.
 
 [Note: Live flags]
 Kernels that read the shard (norms, optimizers) do not look at `param.grad`, but at one element per
@@ -106,7 +106,8 @@ class GradMemory(Enum):
 class GradShard:
     """Gradients of one group on one rank.
 
-    For `home` see [Note: Shards on the host] in `sharding/offload.py`.
+    The group's `shard_memory` says where the memory is: [Note: Shards on the host] in
+    `sharding/offload.py`.
 
     Attributes:
         layout: of the parameters, with a tail.
@@ -116,6 +117,8 @@ class GradShard:
         own: the gradients, which exist even without memory.
         views: of `flat`, for each parameter, in its local shape.
         is_captured: a graph is being captured; see `look`.
+        on_overwrite: a capture calls it with the places that are None before it overwrites them, as
+            replays will.
         hooked: parameters whose hooks are still to run; see `run_hooks`.
     """
 
@@ -159,7 +162,7 @@ class GradShard:
         self._references_when_bound = 1 if policy.decoupled else _references_when_bound()
         # Meta and fake tensors share the storage of the flat memory.
         self._is_watched = bool(params) and self._nothing.untyped_storage().device.type != "meta"
-        self._on_overwrite: Callable[..., None] = lambda _: None  # see `begin_capture`
+        self.on_overwrite: Callable[..., None] = lambda _: None
         self._placed: tuple[int, int] | None = None  # storage and address
         self._locals = [self._nothing] * self.count
         self.own = [cast(DTensor, param) for param in self.params]
@@ -201,7 +204,7 @@ class GradShard:
 
         Streams: allocates and zeroes on the current one. Capture: safe after `look`.
         """
-        if self.memory is not GradMemory.NONE:
+        if self.has_memory:
             return
         self.stream = self.current_stream()
         stays = self._is_persistent or self._home.is_offloaded or self._home.is_virtual
@@ -216,13 +219,6 @@ class GradShard:
                 flat = self._home.zeros(self.layout.chunk_numel, flat.dtype)
             self.place_in(flat)
         self.memory = GradMemory.HELD if may_go else GradMemory.FIXED
-
-    def fix(self) -> None:
-        """Keeps the memory at its address from now on, for a graph; allocates it if there
-        is none.
-        """
-        self.allocate()
-        self.memory = GradMemory.FIXED
 
     def look(self, *, is_captured: bool) -> None:
         """Notes whether a graph is being captured: it then knows the address of existing memory.
@@ -284,10 +280,10 @@ class GradShard:
 
         The program reads them on `reader`. A capture tells which places its replays overwrite.
         """
-        if self._is_persistent or self.memory is GradMemory.NONE:
+        if self._is_persistent or not self.has_memory:
             return
         if self.is_captured:
-            self._on_overwrite([i for i, grad in enumerate(self.bound()) if grad is None])
+            self.on_overwrite([i for i, grad in enumerate(self.bound()) if grad is None])
         elif held := self.held():
             # A bound gradient may be held as well. It is added to, and expected to change.
             bound = self.bound()
@@ -367,7 +363,7 @@ class GradShard:
                 self.flags.zero_()
                 self.flagged = [False] * self.count
         # Allocated only now, so that it is not part of the peak at the loss.
-        if self.memory is GradMemory.NONE:
+        if not self.has_memory:
             with streams.on(pack_stream):
                 self.allocate(zeroed=False)
             streams.order(pack_stream, streams.current())
@@ -595,12 +591,6 @@ class GradShard:
             setattr(self.params[place], self.attribute, self.own[place])
 
     # -- for graphs
-
-    def begin_capture(self, on_overwrite: Callable[..., None]) -> None:
-        """Makes the capture now beginning call `on_overwrite` with the places that are None, before
-        it overwrites them, as replays will.
-        """
-        self._on_overwrite = on_overwrite
 
     def host_state(self) -> HostState:
         """Returns what the host knows about the gradients; their values stay in device memory."""

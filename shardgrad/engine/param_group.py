@@ -56,7 +56,7 @@ from shardgrad.sharding.layout import ShardLayout, alignment_numel
 from shardgrad.sharding.mesh import DataParallelMesh
 from shardgrad.sharding.offload import ShardMemory
 from shardgrad.sharding.param_sharding import ParamSharding
-from shardgrad.sharding.shardable import from_bytes, stored_shape, travels_as_bytes
+from shardgrad.sharding.shardable import from_bytes, travels_as_bytes
 from shardgrad.sharding.zero_copy import is_zero_copy
 from shardgrad.sharding.zero_stage import Stage
 
@@ -247,7 +247,7 @@ class AllGather:
         """The pieces that an all-gather takes from a slot: the chunks (none if the shard is read in
         place), then those that `stage` needs.
         """
-        return [(self.dtype, self.transport.gather_chunks, self.chunk.numel())]
+        return [(self.dtype, self.transport.size * self.transport.sends, self.chunk.numel())]
 
     def write_into(self, unsharded: torch.Tensor, params: Sequence[FSDPParam]) -> None:
         """Makes the flat unsharded buffer what is written to in place.
@@ -301,11 +301,10 @@ class AllGather:
             slot, (staging, *others) = self.ring.take(self.sizes, stream)
             self._slot, slot.finish = slot, finish
             sent = self.stage(staging, *others)
-            self._gathered = staging.whole if transport.gather_chunks else sent
+            self._gathered = staging.whole if transport.sends else sent
             if self._cast:
                 torch._foreach_copy_([own for own, *_ in self.zero_copy], self._cast)
             # Zero-copy parameters are gathered in place. NCCL runs all messages as one launch.
-            self._works = []
             self._works = transport.all_gathers([(sent, staging, self.tag), *self.zero_copy])
             slot.ready.record(stream)
 
@@ -391,9 +390,9 @@ class GroupSpec:
     gradient_policy: GradientPolicy
     shard_memory: ShardMemory
     stage: Stage
-    all_gather: Callable[..., AllGather] = AllGather
-    second_step: SecondStep | None = None
-    mesh_after_forward: DataParallelMesh | None = None
+    all_gather: Callable[..., AllGather]
+    second_step: SecondStep | None
+    mesh_after_forward: DataParallelMesh | None
 
 
 class Registration:
@@ -449,10 +448,9 @@ class ParamGroup:
         kind: the kind of group in words, for the comparison between ranks.
         generation: how often parameters were replaced.
         replays: how often a graph has run, which may have changed the parameters.
-        drops: how often what is kept between all-gathers was dropped.
-        trainable: per parameter, the `requires_grad` that the sharded and the unsharded one last
-            had in common; a new object after a change, and if there are new unsharded parameters.
-            () for new sharded ones.
+        drops: how often a reshard had to drop what is kept between all-gathers.
+        trainable: per parameter, its last agreed `requires_grad`. A new tuple after each change and
+            for new unsharded parameters, so callers compare identity. () for new sharded ones.
         is_filled: the unsharded memory has the values of the last all-gather.
         in_flight: the all-gather that `unshard` has started and nothing has waited for.
         gather: the all-gather of the shard; created once per root, and for a new shard.
@@ -567,10 +565,7 @@ class ParamGroup:
         is_other = self._holds_bytes or self.shard_memory.is_offloaded or self.mesh.levels
         may_be_apart = self.is_flat and not is_other
         return ShardLayout.of(
-            [
-                stored_shape(s.shape, self.dtype) if self._holds_bytes else s.shape
-                for s in shardings
-            ],
+            [(*s.shape, self.dtype.itemsize) if self._holds_bytes else s.shape for s in shardings],
             self.mesh.shard_size,
             alignment=self.alignment,
             with_flags=with_flags,
@@ -743,7 +738,7 @@ class ParamGroup:
             self.shard,
             self.layout,
             self.mesh,
-            self.gather_dtype,
+            self.gather_dtype if self.is_flat else self.shard.dtype,
             self._gather_tag,
             comm_ctx,
             self.collectives,

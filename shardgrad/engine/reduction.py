@@ -1,6 +1,6 @@
 """A reduction of gradients, from packed chunks to the average in the gradient shard.
 
-    reduce-scatter -> (second step, over the mesh's other dim) -> (all-reduce hook) -> gradient
+    reduce-scatter -> (second step, over the mesh's other axis) -> (all-reduce hook) -> gradient
     shard
 
 The group's mesh and settings decide which of these steps run, never the data.
@@ -35,7 +35,7 @@ class ReduceRoute:
         group: whose gradients these are.
         transport: of the reduce-scatter.
         ring: the slots of messages.
-        second: the step after the reduce-scatter on a mesh with another dim to reduce over.
+        second: the step after the reduce-scatter on a mesh with another axis to reduce over.
         collectives: its hook is called with the result.
         before, after: divisors of the gradients before and after the reduction.
         end: the stream on which reductions end. With a second step it is not the reduce stream, so
@@ -80,7 +80,7 @@ class ReduceRoute:
         ends_here = second is self.collectives.hook is None
         is_offloaded = group.shard_memory.is_offloaded
         self.is_local = reads and is_exact and ends_here and not (transport.sends or is_offloaded)
-        # On a mesh of two dims, the first step leaves the part that ranks of the other dim share.
+        # On a mesh of two axes, the first step leaves the part that ranks of the other axis share.
         ranks = transport.size
         chunk_numel = layout.chunk_numel * group.mesh.shard_size // ranks
         # Zero-copy gradients are sent as separate messages, which make up the beginning of the
@@ -173,7 +173,7 @@ class Reduction:
         else:
             self._sum(self.own)
         numel = second.result(self.own).numel()
-        work = second.launch(self.own, self.room, route.messages[0][2], route.comm_ctx)
+        work = second.launch(self.own, self.room, route.group.reduce_tag, route.comm_ctx)
         self.works = [(0, numel, work)]
 
     def _sum(self, out: torch.Tensor, *, divisor: float = 1.0, accumulate: bool = False) -> None:

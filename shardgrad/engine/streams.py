@@ -1,4 +1,4 @@
-"""Streams and the order between them; the only file that records events and waits for them.
+"""Streams and the order between them; the engine's only file that uses torch's events.
 
 The engine uses four streams: the caller's *compute* stream (the current one), one for all-gathers,
 one for reductions, and one for the second steps of reductions (an all-reduce over replicas). A
@@ -50,7 +50,7 @@ class Streams:
     Attributes:
         gather: of all-gathers.
         reduce: of reductions.
-        second: of second steps, on a mesh with another dim to reduce over.
+        second: of second steps, on a mesh with another axis to reduce over.
     """
 
     gather: Stream = None

@@ -4,7 +4,7 @@
 messages. `ExchangeTransport` is for gloo, whose reduce-scatter is an all-reduce inside and sends
 twice the bytes: it uses an all-to-all, and the engine adds up the chunks as it writes gradients
 (docs/design/collectives.md). `PairTransport` does the same between two ranks. `LocalTransport` is
-for a group of one. No other part of the engine depends on the number of ranks.
+for a group of one. The engine sends in the same way whatever the number of ranks.
 
 [Note: Message tags]
 A transport may match messages by order alone. If one rank skipped a unit, it would then deliver the
@@ -132,7 +132,6 @@ class Transport(ABC):
         self.group = group
         self.rank = group.rank()
         self.size = group.size()
-        self.gather_chunks = self.size if self.sends else 0
         self._log = recorder.group_log(group)
 
     @abstractmethod

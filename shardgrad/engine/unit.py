@@ -91,12 +91,13 @@ class Unit:
             direction.
         max_reductions: reductions that may be in flight; None for the default.
         partner: the context whose streams and staging to share once this unit is a root.
-        held: a forward with gradients leaves the parameters unsharded, because the program has
+        held: a forward with grad enabled leaves the parameters unsharded, because the program has
             unsharded them and waited, or because no output can tell when backward begins.
         is_asleep: the memory of its shards is released (`features/sleep.py`).
         is_called_around: a call of one of its submodules is running outside the unit's forward. It
             may call forward, and needs the parameters afterwards.
-        before_outermost_forward: called before an outermost forward with gradients; may refuse it.
+        before_outermost_forward: called before an outermost forward with grad enabled; may refuse
+            it.
         accept: called with all units once ranks have agreed on the model; a collective; may refuse
             them.
         next_backward: the unit whose backward is expected after the current one.
@@ -384,7 +385,7 @@ class Unit:
                         "after its forward",
                         expected="outputs with memory of their own",
                         got=f"a tensor of shape {tuple(tensor.shape)} in the parameters' memory",
-                        where=f"unit {self.name or 'root'!r}",
+                        where=group.where,
                         fix="return parameter.clone(), or fully_shard(module, "
                         "reshard_after_forward=False)",
                     )
@@ -772,8 +773,7 @@ class RootContext(ReductionScheduler):
         self.forward_root, is_kept = None, self.participation is not None
         self.ran_forward = True
         # The root's first complete forward decides what later forwards prefetch.
-        if unit is self.root and not (self._order_frozen or is_kept):
-            self._order_frozen = True
+        self._order_frozen |= unit is self.root and not is_kept
         for each in self.units:
             for group in each.groups:
                 # A skipped branch has left them unsharded, or they were prefetched for a unit that

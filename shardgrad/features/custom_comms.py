@@ -188,7 +188,7 @@ def _require_default_comms(unit: Unit, method: str) -> None:
                     f"{method}() does not support custom collectives",
                     expected="a unit with the engine's own collectives",
                     got=f"{type(comm).__name__}, which allocates its staging itself",
-                    where=f"unit {unit.name or 'root'!r}",
+                    where=group.where,
                     fix="allocate that memory in the allocate() of the custom collective",
                 )
 

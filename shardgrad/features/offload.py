@@ -17,7 +17,7 @@ class OffloadedGather(AllGather):
         # The staged chunk is on the device even if nothing is sent. If it is cast, a second piece
         # receives the shard in the dtype of the host.
         self.sizes = [
-            (dtype, self.transport.gather_chunks or 1, chunk.numel()),
+            (dtype, self.transport.size, chunk.numel()),
             (chunk.dtype, int(chunk.dtype != dtype), chunk.numel()),
         ]
 

@@ -118,7 +118,7 @@ class _Participation:
         """Refuses gradients that arrive after their group was reduced, from a checkpoint."""
         if grads.is_reduced:
             raise ParticipationError(
-                f"unit {grads.group.name or 'root'!r} got more gradients after its reduction: a "
+                f"{grads.group.where} got more gradients after its reduction: a "
                 "reentrant checkpoint contains modules that the same forward also runs outside of "
                 "it",
                 expected="one reduction, since other ranks do not join a second one",

@@ -14,10 +14,12 @@ from torch.autograd.graph import increment_version
 from shardgrad.engine.buffers import RecurringMemory
 from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.param_group import (
+    POST_FORWARD,
+    SHARDED,
+    UNSHARDED,
     AllGather,
     FSDPParam,
     ParamGroup,
-    ParamState,
     mark,
     versions_of,
     warn_of_lost_writes,
@@ -112,18 +114,18 @@ class PostForwardGroup(ParamGroup):
         mesh = self.spec.mesh_after_forward
         if mesh is None:
             self.reshard()
-        elif self.state is ParamState.UNSHARDED and self.gather is not None:
+        elif self.state is UNSHARDED and self.gather is not None:
             smaller = self._smaller_gather(self.gather.comm_ctx, mesh)
             smaller.fill()
             self.reshard()
             smaller.register()
-            self.state = ParamState.POST_FORWARD
+            self.state = POST_FORWARD
 
     def show_sharded(self) -> None:
         """See `ParamGroup`."""
         super().show_sharded()
-        if self._smaller is not None and self.state is ParamState.POST_FORWARD:
-            self.state = ParamState.SHARDED
+        if self._smaller is not None and self.state is POST_FORWARD:
+            self.state = SHARDED
             if written := self._smaller.written():
                 warn_of_lost_writes(written)
             self._smaller.follow()
@@ -159,7 +161,7 @@ class PostForwardGroup(ParamGroup):
         return smaller
 
     def _launch(self, comm_ctx: CommContext, version: object) -> AllGather:
-        if self._smaller is not None and self.state is ParamState.POST_FORWARD:
+        if self._smaller is not None and self.state is POST_FORWARD:
             self._smaller.follow()
             self._smaller.launch(self.name, version, self.wait_for_unshard)
             return self._smaller

@@ -184,10 +184,6 @@ class ExtensionGroup(ParamGroup):
                     into.view(tensor.dtype).copy_(tensor.reshape(-1))
         return super()._launch(comm_ctx, version)
 
-    def _make_gather(self, comm_ctx: CommContext) -> AllGather:
-        tag, collectives = self._gather_tag, self.collectives
-        return AllGather(self.shard, self.layout, self.mesh, _BYTE, tag, comm_ctx, collectives)
-
     def _ask(self, p: FSDPParam) -> tuple[Sequence[torch.Tensor], Any]:
         local: Any = local_of(p.sharded)
         pre = local.fsdp_pre_all_gather

@@ -11,7 +11,6 @@ runs as stage 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -35,11 +34,11 @@ def stay_unsharded(model: nn.Module) -> list[str]:
 
 
 class StageAuto:
-    """Called before each outermost forward of a unit with gradients, until it has decided."""
+    """Called before each outermost forward of a unit with grad enabled, until it has decided."""
 
-    def __init__(self, unit: Unit, before_outermost_forward: Callable[[], None]) -> None:
+    def __init__(self, unit: Unit) -> None:
         self._unit = unit
-        self._before_outermost_forward = before_outermost_forward
+        self._before_outermost_forward = unit.before_outermost_forward
         self._before: tuple[int, int] | None = None  # allocated bytes and steps, at the first one
 
     def __call__(self) -> None:
@@ -81,10 +80,9 @@ def _room(device: torch.device, grown_nbytes: int) -> int:
 def _least(nbytes: int, root: Unit) -> int:
     """Returns the minimum over the ranks of the root's mesh."""
     least = torch.tensor([nbytes], dtype=torch.int64, device=root.mesh.device)
-    for group in (root.mesh.shard_group, root.mesh.replicate_group):
-        if group is not None and group.size() > 1:
-            with recorder.group_log(group).waiting("memory that is left"):
-                dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+    for group in root.mesh.comparable_groups:
+        with recorder.group_log(group).waiting("memory that is left"):
+            dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
     return int(least.item())
 
 

@@ -81,7 +81,7 @@ class ModuleState(Capturable):
                     "host, and a graph repeats only device work",
                     expected=f"shards on {group.mesh.device}",
                     got=f"shards on {group.shard_memory.device}",
-                    where=f"unit {group.name or 'root'!r}",
+                    where=group.where,
                     fix="offload_policy=OffloadPolicy(), or call the step without graphed_step",
                 )
         self._grad_groups = [grads for unit in self._units for grads in unit.grad_groups]
@@ -151,7 +151,7 @@ class ModuleState(Capturable):
             grads = [None if g is None else g.data_ptr() for g in map(_GRAD, self._plain)]
             bound = self._bound()
             # A shard without memory has neither live flags nor a verdict.
-            memory = [s.memory is not GradMemory.NONE and _memory_of(s) for s in shards]
+            memory = [s.has_memory and _memory_of(s) for s in shards]
             # Gradients that wait get other memory when parameters get other places.
             waiting = chain.from_iterable(map(_WAITING, self._grad_groups))
             return (
@@ -256,7 +256,7 @@ class ModuleState(Capturable):
         """See `Capturable`."""
         for shard in self._shards():
             if shard.memory is GradMemory.HELD and not shard.are_absent():
-                shard.fix()
+                shard.memory = GradMemory.FIXED
 
     def before_replays(self) -> Callable[[], bool]:
         """See `Capturable`."""
@@ -270,7 +270,7 @@ class ModuleState(Capturable):
                 raise CaptureAgain(KEPT)
 
         for shard in self._shards():
-            shard.begin_capture(partial(note, shard, shard.held()))
+            shard.on_overwrite = partial(note, shard, shard.held())
         return lambda: all(each.isdisjoint(shard.held()) for shard, each in overwritten.items())
 
     def _shards(self) -> list[GradShard]:
@@ -323,8 +323,9 @@ class ModuleState(Capturable):
                 if param.grad is not None:
                     yield f"gradient of {name}", param.grad
         yield from self._module.named_buffers()
-        for group, grads in zip(self._groups, self._grad_groups, strict=True):
-            unit = f"unit {group.name or 'root'!r}"
+        for grads in self._grad_groups:
+            group = grads.group
+            unit = group.where
             yield from ((f"shard of {p.name}", local_of(p.sharded)) for p in group.params)
             shard = grads.shard
             if shard is not None and shard.has_memory:

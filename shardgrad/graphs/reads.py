@@ -190,8 +190,9 @@ class Reads(TorchDispatchMode):
                 self._on_device.setdefault(identity, noted)
 
     def _require_given(self, leaf: Any, func: Any) -> None:
-        """Refuses a generator that is not registered with the graph, for which torch raises too up
-        to 2.14, and a parameter whose gradient or shard the graph could neither guard nor restore.
+        """Refuses a generator that is not registered with the graph, which torch up to 2.14
+        refuses as well, and a parameter whose gradient or shard the graph could neither guard nor
+        restore.
         """
         if isinstance(leaf, torch.Generator) and leaf.device.type != "cpu":
             own = torch.get_device_module(leaf.device).default_generators

@@ -255,7 +255,7 @@ class ShardedSegment(_Segment):
                         expected="the parameter the optimizer was given",
                         got="another parameter, from load_state_dict(assign=True) or "
                         "model.to(dtype)",
-                        where=f"unit {self._group.name or 'root'!r}",
+                        where=self._group.where,
                         fix="build the optimizer after the last such change",
                     )
             self._memory = self._memory_now()
@@ -275,7 +275,7 @@ class ShardedSegment(_Segment):
             f"the data of one of the parameters {', '.join(self.names)} was replaced",
             expected="a view of the shard that the engine gathers",
             got="another tensor, which the next forward would not use",
-            where=f"unit {self._group.name or 'root'!r}",
+            where=self._group.where,
             fix="change parameters in place: param.copy_(new) under torch.no_grad()",
         )
 

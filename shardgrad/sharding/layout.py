@@ -214,7 +214,7 @@ class ShardLayout:
 
     @cached_property
     def table(self) -> torch.Tensor:
-        """int64 CPU tensor [straight parameters, 5] that pack and unpack kernels read
+        """int64 CPU tensor [parameters that are not strided, 5] that pack and unpack kernels read
         (`ops/movement.py`).
         """
         rows = [

@@ -84,13 +84,6 @@ class DataParallelMesh:
                 its process groups.
             MeshNamesError: a 2-D mesh has no axis names.
         """
-        if not isinstance(mesh, DeviceMesh):
-            raise OptionError(
-                "mesh must be a DeviceMesh",
-                expected="torch.distributed.device_mesh.DeviceMesh, or None for all ranks",
-                got=repr(mesh),
-                fix="init_device_mesh(device_type, (world_size,))",
-            )
         if mesh.ndim not in (1, 2):
             raise MeshError(
                 f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}",

@@ -7,7 +7,7 @@ their shards and messages have dtype uint8. A parameter of shape (rows, ...) is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -26,11 +26,6 @@ _AS_BYTES = frozenset(getattr(torch, name) for name in (*_INTEGERS, *_FLOAT8))
 def travels_as_bytes(dtype: torch.dtype) -> bool:
     """Returns whether parameters of this dtype are sent as bytes and never get gradients."""
     return dtype in _AS_BYTES
-
-
-def stored_shape(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
-    """Returns a parameter's shape in memory: with a dim of bytes if it is sent as bytes."""
-    return (*shape, dtype.itemsize) if travels_as_bytes(dtype) else tuple(shape)
 
 
 def from_bytes(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
