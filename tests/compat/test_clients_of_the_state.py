@@ -109,6 +109,7 @@ def test_verl_changes_resharding_of_every_unit_by_torchs_own_function() -> None:
             group.post_forward_mesh_info = _get_post_forward_mesh_info(
                 reshard_after_forward, group.mesh_info
             )
+            assert (group.post_forward_mesh_info is not None) == reshard_after_forward
         model(torch.ones(2, 4))
         sharded = {isinstance(param, DTensor) for param in model.parameters()}
         assert sharded == {reshard_after_forward}

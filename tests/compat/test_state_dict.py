@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.support.parity import (
@@ -20,14 +21,12 @@ from tests.support.parity import (
     Engine,
     Tensors,
     as_under_fsdp2,
-    assert_same_bits,
-    close_to_unsharded,
     hsdp_mesh,
     token_loss,
     tower,
     train,
 )
-from tests.support.ranks import Ranks, on_ranks
+from tests.support.ranks import on_ranks
 
 
 def options_of(kind: str) -> dict[str, Any]:
@@ -53,33 +52,19 @@ KINDS = pytest.mark.parametrize("kind", ["rows", "replicas", "columns"])
 @KINDS
 @on_ranks(2)
 def test_a_state_dict_shares_storage_with_the_shards(kind: str) -> None:
-    originals = even_tower().state_dict()
-    model = even_tower()
-    model.load_state_dict(originals)
-    SHARDGRAD.shard_tower(model, **options_of(kind))
+    """Before a load, which writes in place, and after it."""
+    names = list(even_tower().state_dict())
+    model = SHARDGRAD.shard_tower(even_tower(), **options_of(kind))
+    addresses = [param.to_local().data_ptr() for param in model.parameters()]
+    loaded = {name: 2 * value for name, value in model.state_dict().items()}
+    model.load_state_dict(loaded)
     model(SHARDGRAD.tokens(0)[0])
     state = model.state_dict()
-    params = dict(model.named_parameters())
-    assert list(state) == list(originals)
+    assert list(state) == names
+    assert [value.to_local().data_ptr() for value in state.values()] == addresses
     for name, value in state.items():
         assert isinstance(value, DTensor), name
-        assert value.to_local().data_ptr() == params[name].to_local().data_ptr(), name
-        assert torch.equal(value.full_tensor(), originals[name]), name
-
-
-@KINDS
-@on_ranks(2)
-def test_loading_a_state_dict_restores_the_run_in_place(kind: str) -> None:
-    model = SHARDGRAD.shard_tower(even_tower(), **options_of(kind))
-    train(SHARDGRAD, model, steps=1)
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    addresses = {name: param.to_local().data_ptr() for name, param in model.named_parameters()}
-    expected = train(SHARDGRAD, model, optimizer="sgd", first_step=1)
-    model.load_state_dict(state)
-    assert {
-        name: param.to_local().data_ptr() for name, param in model.named_parameters()
-    } == addresses
-    assert_same_bits(train(SHARDGRAD, model, optimizer="sgd", first_step=1), expected)
+        assert torch.equal(value.full_tensor(), loaded[name].full_tensor()), name
 
 
 @pytest.mark.parametrize("from_rank_0", [False, True], ids=["on all ranks", "from rank 0"])
@@ -99,37 +84,33 @@ def test_torchs_function_fills_a_meta_model_as_under_fsdp2(
     return train(engine, model)
 
 
-def meta_tower(engine: Engine) -> nn.Module:
+def meta_tower(engine: Engine, **options: Any) -> nn.Module:
     with torch.device("meta"):
         model = tower()
         model.register_buffer("seen", torch.zeros(3), persistent=False)
-    return engine.shard_tower(model)
+    return engine.shard_tower(model, **options)
 
 
-@pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
+@pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned to the host"])
 @on_ranks(2)
 @as_under_fsdp2
 def test_late_data_trains_bit_for_bit_like_fsdp2(engine: Engine, assign: bool) -> Tensors:
-    model, full = meta_tower(engine), tower(seed=4).state_dict()
+    """Assigned as by a loader of large checkpoints: one tensor after another."""
+    options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if assign else {}
+    model, full = meta_tower(engine, **options), tower(seed=4).state_dict()
     shards = {
         name: nn.Parameter(distribute_tensor(full[name], param.device_mesh, param.placements))
         for name, param in model.named_parameters()
     }
     if assign:
-        model.load_state_dict(shards, assign=True)
+        for name, shard in shards.items():
+            model.load_state_dict({name: shard}, assign=True, strict=False)
         return train(engine, model)
     model.to_empty(device="cpu")
     with torch.no_grad():
         for name, param in model.named_parameters():
             param.copy_(shards[name])
     return train(engine, model)
-
-
-def train_to_float64_after_a_step(engine: Engine) -> Tensors:
-    model = engine.shard_tower(tower().float())
-    train(engine, model, steps=1)
-    model.double()
-    return train(engine, model, first_step=1)
 
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False, 2])
@@ -158,9 +139,3 @@ def test_no_gradient_is_lost_however_often_a_model_is_cast() -> None:
         token_loss(model, SHARDGRAD.tokens(cast)).backward()
         assert [name for name, param in model.named_parameters() if param.grad is None] == []
         model.zero_grad()
-
-
-def test_a_model_cast_between_steps_trains_on_like_an_unsharded_one(two_ranks: Ranks) -> None:
-    # The first step is in fp32, whose sums differ by their order (2^-24), with a margin for Adam's
-    # division.
-    two_ranks.run(close_to_unsharded, train_to_float64_after_a_step, tolerance=1e-4)

@@ -509,18 +509,6 @@ def test_memory_that_each_call_makes_anew_before_the_step_is_refused(device: tor
 
 
 @same_bits_as_eager
-def test_tensors_that_take_turns_and_are_kept_refuse_no_graph(
-    graphed: Graphed, device: torch.device
-) -> Values:
-    kept = [torch.full((2,), float(number), device=device) for number in range(6)]
-    held = {"bias": kept[0]}
-    step = graphed(warmup=1)(lambda x: x + held["bias"])
-    for call in range(12):
-        held["bias"] = kept[call // 2]
-        yield step(torch.ones(2, device=device))
-
-
-@same_bits_as_eager
 def test_memory_that_inductor_allocates_in_a_capture_is_the_graphs(
     graphed: Graphed, device: torch.device
 ) -> Values:
