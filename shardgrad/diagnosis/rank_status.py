@@ -29,6 +29,7 @@ class RankStatus:
             step if the program counts steps, else the program's line.
         waits: True if the host waits, in a collective or for a device.
         awaited: the ranks that have to join the recorded collective that the host waits for.
+        number: that collective's in its process group; 0 without one.
         failure: "failed", where, and the error; empty if the rank has not failed, or if another
             rank's failure caused it.
         has_ended: True if the program on this rank has ended.
@@ -40,6 +41,7 @@ class RankStatus:
     place: str
     waits: bool
     awaited: tuple[int, ...]
+    number: int
     failure: str
     has_ended: bool
     fix: str
@@ -102,6 +104,7 @@ def rank_status(
         place=place,
         waits=waits != "",
         awaited=() if awaited is None else awaited.ranks,
+        number=0 if awaited is None else awaited.seq_id,
         failure=failure,
         has_ended=has_ended,
         fix=fix,
@@ -157,16 +160,33 @@ def _failed(ranks: Sequence[RankStatus]) -> Diagnosis | None:
 
 
 def _apart(ranks: Sequence[RankStatus], world_size: int) -> Diagnosis | None:
-    """Finds ranks that all wait, on different lines of the program or in different collectives."""
-    first_at: dict[str, RankStatus] = {}
-    for t in ranks:
-        first_at.setdefault(t.place, t)
-    if len(ranks) < world_size or not all(t.waits for t in ranks) or len(first_at) == 1:
+    """Finds ranks that wait for each other alone, on different lines of the program or in different
+    collectives.
+    """
+    waiting = {t.rank: t for t in ranks if t.waits}
+    # One that waits for a rank that may still come may go on.
+    while late := [t for t in waiting.values() if not waiting.keys() >= _awaited(t, world_size)]:
+        for t in late:
+            del waiting[t.rank]
+    places = {t: t.place for t in waiting.values()}
+    collectives = {(t.awaited, t.number) for t in places}
+    if len({*places.values()}) == 1 and len(collectives) > len(dict(collectives)):
+        # A rank has skipped a collective that no host waits for, such as a reduction.
+        places = {t: f"{t.place}, its number {t.number}" for t in places}
+    if all(len({places[waiting[r]] for r in _awaited(t, world_size)}) == 1 for t in places):
         return None
-    apart = list(first_at.values())
-    places = "; ".join(f"rank {t.rank} in {t.place}" for t in apart[:_NAMED])
-    sentence = f"Ranks wait for each other in different collectives: {places}."
-    return Diagnosis(sentence, _fix(apart, _OTHERWISE))
+    first_at: dict[str, RankStatus] = {}
+    for t, place in places.items():
+        first_at.setdefault(place, t)
+    apart = list(first_at.items())
+    named = "; ".join(f"rank {t.rank} in {place}" for place, t in apart[:_NAMED])
+    sentence = f"Ranks wait for each other in different collectives: {named}."
+    return Diagnosis(sentence, _fix([t for _, t in apart], _OTHERWISE))
+
+
+def _awaited(t: RankStatus, world_size: int) -> set[int]:
+    # A collective that is not recorded may need all ranks.
+    return {*(t.awaited or range(world_size))}
 
 
 def _never_sharded(ranks: Sequence[RankStatus], never: Sequence[int]) -> Diagnosis | None:

@@ -47,6 +47,19 @@ def test_ranks_that_wait_in_different_collectives_on_one_line_are_named_with_the
     )
 
 
+def test_ranks_that_wait_in_one_collective_for_the_nth_time_are_named_if_n_differs() -> None:
+    """Rank 1 has sent no gradients. Rank 3, which nobody waits for, goes on."""
+    heard = {rank: rank_status(rank_that_began([*UNITS, UNITS[0]]), rank) for rank in range(3)}
+    heard[1] = rank_status(rank_that_began([*UNITS[:2], UNITS[0]]), 1)
+    finding = diagnose(heard, 4)
+    assert finding is not None
+    assert finding.sentence == (
+        "Ranks wait for each other in different collectives: rank 0 in the all-gather of layers.0, "
+        "step 412, forward, its number 4; rank 1 in the all-gather of layers.0, step 412, forward, "
+        "its number 3."
+    )
+
+
 def test_a_failure_comes_before_its_consequences() -> None:
     heard = {rank: rank_status(rank_that_began(UNITS), rank) for rank in (0, 2)}
     failed = rank_that_began(UNITS[:1])
