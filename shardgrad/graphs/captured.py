@@ -15,6 +15,7 @@ from operator import call
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from shardgrad.engine.streams import wait_for_device
 from shardgrad.graphs.capturable import KEPT, Capturable
@@ -122,7 +123,7 @@ class CapturedStep:
         self._end()
         # Also for the first replay: it follows the capture, which has changed host state.
         self.parts += [each.snapshot() for each in self._capturables]
-        self.parts.append(region)
+        self.parts += region, self.reads.next_graph()
         # Copies gradients that the region assigns to where the graph reads them.
         self.parts += [each.guards for each in self._capturables]
         self._begin()
@@ -141,12 +142,12 @@ class CapturedStep:
         return "" if all(map(call, self._before_replays)) else KEPT
 
     def replay(self) -> Any:
-        """Replays the step on the current stream and returns its outputs, always the same
-        tensors.
+        """Replays the step on the current stream and returns its outputs: always the same memory,
+        in new objects, since the program may change those that it got.
         """
         for part in self.parts:
             part()
-        return self.outputs
+        return tree_map_only(torch.Tensor, torch.Tensor.detach, self.outputs)
 
     # -- the end
 

@@ -22,8 +22,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from operator import getitem, setitem
-from types import CodeType, FunctionType, MethodType, ModuleType
+from operator import attrgetter, delitem, getitem, setitem
+from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -41,9 +41,20 @@ NUMBERS = (bool, int, float, complex, str)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _CODE = (FunctionType, staticmethod, classmethod, property, functools.cached_property)
 
+# What a graph freezes of a plain tensor that it reads.
+ADDRESS: tuple[Callable[[torch.Tensor], Hashable], ...] = (
+    torch.Tensor.data_ptr,
+    torch.Tensor.size,
+    torch.Tensor.stride,
+    attrgetter("dtype"),
+    torch.Tensor.is_conj,
+    torch.Tensor.is_neg,
+)
+
 # From one object to the next: (getattr, name), (getitem, key), or (tensors_in, id).
 _Way = tuple[tuple[Callable[[Any, Any], Any], Any], ...]
 
+GONE = object()  # the value of a place that does not exist
 # The exceptions of a way whose attribute or element no longer exists.
 _GONE = (AttributeError, LookupError, TypeError, ValueError)
 
@@ -69,13 +80,13 @@ class Place:
         return id(self.root), self.way
 
     def found(self) -> Any:
-        """Returns the value that is there now; None if the place no longer exists."""
+        """Returns the value that is there now; `GONE` if the place no longer exists."""
         value = self.root
         with suppress(*_GONE):
             for get, name in self.way:
                 value = get(value, name)
             return value
-        return None
+        return GONE
 
     def holder(self) -> Place:
         """Returns the place to assign to: this one or, in a tuple or a frozen object, that of the
@@ -83,16 +94,33 @@ class Place:
         """
         if self.put(self.found()) or len(self.way) == 1:
             return self
-        return Place(self.name, self.root, self.way[:-1]).holder()
+        return self.owner().holder()
+
+    def owner(self) -> Place:
+        """Returns the place of the object that has this attribute, key or index."""
+        return Place(self.name, self.root, self.way[:-1])
 
     def put(self, value: Any) -> bool:
-        """Assigns a value to this attribute, key or index. Returns whether it could."""
-        *way, (get, name) = self.way
-        owner = Place(self.name, self.root, tuple(way)).found()
+        """Assigns a value to this attribute, key or index, or removes it, for the value `GONE`.
+        Returns whether it could.
+        """
+        get, name = self.way[-1]
+        owner = self.owner().found()
         with suppress(*_GONE):
-            (setattr if get is getattr else setitem)(owner, name, value)
+            if value is GONE:
+                (delattr if get is getattr else delitem)(owner, name)
+            else:
+                (setattr if get is getattr else setitem)(owner, name, value)
             return True
         return False
+
+    def assignment(self) -> tuple[Place, Any]:
+        """Returns the place to assign to, and the value with which this place is as it is now."""
+        value, owner = self.found(), self.owner()
+        if value is GONE:
+            return owner.assignment() if owner.way and owner.found() is None else (self, GONE)
+        holder = self.holder()
+        return holder, holder.found()
 
     def key(self) -> Hashable:
         """Returns the address and host value of the tensor there. A replay reads that tensor only
@@ -103,8 +131,8 @@ class Place:
 
 
 def address_of(found: Any) -> Hashable:
-    """Returns address, shape, strides and dtype of a tensor; () for anything else."""
-    return tuple((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in plain_tensors([found]))
+    """Returns what a graph freezes of a tensor: what `ADDRESS` reads; () for anything else."""
+    return tuple(read(each) for each in plain_tensors([found]) for read in ADDRESS)
 
 
 def closed_over(
@@ -165,7 +193,7 @@ def _parts(value: Any) -> Iterator[tuple[str, _Way]]:
     if isinstance(value, FunctionType):
         if is_of_the_program(value.__code__.co_filename):
             yield from _variables(value)
-        names = "__defaults__", "__kwdefaults__", "__wrapped__"
+        names = "__defaults__", "__kwdefaults__", *vars(value)
     elif isinstance(value, MethodType):
         yield "self", ((getattr, "__self__"),)
         yield "", ((getattr, "__func__"),)
@@ -203,19 +231,28 @@ def _attributes(value: Any) -> Iterator[str]:
             if name not in _OF_EVERY_MODULE or (name.endswith("_hooks") and part):
                 yield name
     elif not isinstance(value, ModuleType):
-        yield from (*own, *getattr(type(value), "__slots__", ()))
+        yield from own
+        for each in type(value).__mro__:
+            slots = [n for n, part in vars(each).items() if isinstance(part, MemberDescriptorType)]
+            yield from [name for name in slots if not name.startswith("__")]
 
 
 def _variables(function: FunctionType) -> Iterator[tuple[str, _Way]]:
-    for index, name in enumerate(function.__code__.co_freevars):
-        yield name, ((getattr, "__closure__"), (getitem, index), (getattr, "cell_contents"))
-    names, variables = set(_names(function.__code__)), (getattr, "__globals__")
+    """Yields what the function's code names: its closure, globals, and what is in modules."""
+    names = set(_names(function.__code__))
+    waiting: list[tuple[str, _Way]] = [
+        (name, ((getattr, "__closure__"), (getitem, index), (getattr, "cell_contents")))
+        for index, name in enumerate(function.__code__.co_freevars)
+    ]
     for name in names & function.__globals__.keys():
-        part = function.__globals__[name]
-        yield name, (variables, (getitem, name))
-        if isinstance(part, ModuleType):
-            for inner in names & vars(part).keys():
-                yield f"{name}.{inner}", (variables, (getitem, name), (getattr, inner))
+        waiting.append((name, ((getattr, "__globals__"), (getitem, name))))
+    seen = set[ModuleType]()
+    for name, way in waiting:  # to which modules add what they contain
+        yield name, way
+        part = Place(name, function, way).found()
+        if isinstance(part, ModuleType) and part not in seen:
+            seen.add(part)
+            waiting += [(f"{name}.{n}", (*way, (getattr, n))) for n in names & vars(part).keys()]
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -35,6 +35,7 @@ from shardgrad.engine.streams import is_capturing
 from shardgrad.engine.unit import RootContext, units_under
 from shardgrad.errors import CaptureError
 from shardgrad.graphs.capturable import KEPT, Capturable, CaptureAgain, capturable, nothing
+from shardgrad.graphs.closed_over import ADDRESS
 from shardgrad.optim.flat import FlatOptimizer
 from shardgrad.optim.grad_scaler import GradScaler
 from shardgrad.sharding.dtensor import local_of
@@ -114,9 +115,10 @@ class ModuleState(Capturable):
         self._registers: list[dict[str, Any]] = []
         plain = set(map(id, self._plain))
         for module in self._modules:
-            self._registers += filter(None, (module._modules, module._buffers))
-            if plain.intersection(map(id, module._parameters.values())):
-                self._registers.append(module._parameters)
+            self._registers += module._modules, module._buffers
+            params_of = module._parameters
+            if not params_of or plain.intersection(map(id, params_of.values())):
+                self._registers.append(params_of)
         self._collected_from = list(self._origins())
         self._generations = tuple([group.generation for group in self._groups])
 
@@ -158,7 +160,7 @@ class ModuleState(Capturable):
                 ("modules", self._modules),
                 ("replaced parameters", self._generations),
                 ("requires_grad", self._trains_now),
-                ("addresses", tuple(map(torch.Tensor.data_ptr, self._addressed))),
+                ("addresses", *[tuple(map(read, self._addressed)) for read in ADDRESS]),
                 ("gradients", tuple(grads), bound),
                 ("memory of gradients", tuple(memory)),
                 ("memory of sums", tuple(map(torch.Tensor.data_ptr, waiting))),

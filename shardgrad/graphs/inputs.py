@@ -12,7 +12,6 @@ writes to host memory. What must not be copied is read in place if the step clos
 from __future__ import annotations
 
 from collections.abc import Hashable
-from contextlib import suppress
 from dataclasses import is_dataclass
 from itertools import count, product
 from operator import mul
@@ -102,6 +101,16 @@ def _key(index: int, value: Any) -> Hashable:
     )
 
 
+def _once(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Returns the elements of a tensor that have memory of their own in `like`, which may be
+    expanded: torch refuses to write the others.
+    """
+    for dim, steps in enumerate(like.stride()):
+        if steps == 0:
+            tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
+    return tensor
+
+
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """Returns the addresses of the first element and behind the last."""
     begin, steps = tensor.data_ptr(), tensor.stride()
@@ -130,6 +139,7 @@ class InputBuffers:
             self._arguments = tree_map_only(torch.Tensor, self._buffer_for, inputs.arguments)
         leaves = tree_leaves(self._arguments)
         self.buffers = list(plain_tensors(leaves))
+        self._loaded = list(map(_once, self.buffers, self.buffers))
         self.objects = [each for each in leaves if not isinstance(each, _LEAVES)]
         self._captured: list[torch.Tensor] = []  # what the latest capture has passed
         self._written: set[int] = set()  # the arguments that the step writes
@@ -139,8 +149,7 @@ class InputBuffers:
         how sums round.
         """
         if given.device == self._device:
-            with suppress(RuntimeError):  # of elements that share memory
-                return given.new_empty_strided(given.shape, given.stride()).copy_(given)
+            return given.new_empty_strided(given.shape, given.stride())
         return torch.empty_like(given, device=self._device)
 
     def for_capture(self) -> Any:
@@ -164,8 +173,8 @@ class InputBuffers:
         """
         self._require_apart(inputs)
         if self.buffers:
-            sources = list(map(self._staged, inputs.tensors))
-            torch._foreach_copy_(self.buffers, sources, non_blocking=True)
+            sources = list(map(_once, map(self._staged, inputs.tensors), self.buffers))
+            torch._foreach_copy_(self._loaded, sources, non_blocking=True)
 
     def note_writes(self, reads: Reads, inputs: Inputs) -> None:
         """Notes in a capture which arguments the step writes, such as a hidden state.

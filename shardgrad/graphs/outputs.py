@@ -12,21 +12,22 @@ from torch.utils._pytree import keystr, tree_leaves, tree_map_only, tree_map_wit
 from shardgrad.errors import StepOutputError
 
 
-def detached(outputs: Any) -> Any:
+def detached(outputs: Any, device: torch.device) -> Any:
     """Returns a step's outputs, detached from the autograd graph.
 
     Raises:
-        StepOutputError: an output is neither a tensor nor None, so a replay could not update it.
+        StepOutputError: an output is neither a tensor on the device nor None, so a replay could not
+            update it.
     """
 
     def check(path: Any, leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, torch.Tensor) and leaf.device.type == device.type:
             return leaf.detach()
         if leaf is None:
             return None
         raise StepOutputError(
             f"a graphed step returned a {type(leaf).__name__}, output{keystr(path)}",
-            expected="tensors and None, in any tree",
+            expected=f"tensors on {device.type} and None, in any tree",
             got=f"{leaf!r}, which a replay would not update",
             fix="return a tensor, without .item(), or compute the value outside of the step; a "
             "function with yield or async def cannot be a step",

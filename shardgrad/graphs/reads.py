@@ -26,12 +26,12 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch._library.utils import zip_schema
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardgrad.engine.param_group import fsdp_param_of
 from shardgrad.engine.streams import is_capturing
-from shardgrad.errors import CaptureError
-from shardgrad.graphs.closed_over import Place, address_of, closed_over, tensors_in
+from shardgrad.errors import CaptureError, ReplayMismatchError, listed
+from shardgrad.graphs.closed_over import GONE, Place, address_of, closed_over, tensors_in
 from shardgrad.graphs.outputs import (
     host_value,
     is_of_host,
@@ -59,6 +59,8 @@ class Reads(TorchDispatchMode):
         state: tensors of capturables, whose replacement the guards detect.
         inputs: the graph's inputs, which hold the next call's arguments in the next call.
         generators: the generators that were passed to `graphed_step`.
+        known: places that other graphs of the step read. Those without a tensor are among `places`
+            in the end: with one, the step might read it.
 
     Attributes:
         places: the places of tensors that the function closes over and that an operation reads,
@@ -81,10 +83,15 @@ class Reads(TorchDispatchMode):
         state: Iterable[torch.Tensor],
         inputs: Sequence[torch.Tensor],
         generators: Sequence[torch.Generator],
+        known: Iterable[Place] = (),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._pool = pool
         self.places: dict[Place, Hashable] = {}
+        self._empty = {
+            place: place.key() for place in known if not isinstance(place.found(), torch.Tensor)
+        }
+        self._of_graph: dict[Place, Hashable] = {}  # those of the present part of a split graph
         self.numbers: list[tuple[Place, Any]] = []
         self.groups: set[dist.ProcessGroup] = set()
         # Storages that operations of the block created. While a weak reference exists, no other
@@ -100,8 +107,8 @@ class Reads(TorchDispatchMode):
         # By storage: the places where the function finds it. The addresses are recorded now, since
         # the block may put another tensor there.
         self._candidates = defaultdict[int, list[tuple[Place, Hashable]]](list)
-        # By `Place.where`: the tensor there before the block, and its address.
-        self._before: dict[Hashable, tuple[Callable[[], Any], Hashable]] = {}
+        # By `Place.where`: the place, the tensor there before the block, and its address.
+        self._before: dict[Hashable, tuple[Place, Callable[[], Any], Hashable]] = {}
         self._given = {id(x) for each in modules for x in (*each.parameters(), *each.buffers())}
         self._search = partial(closed_over, function, [*modules, *objects])
         for place, value in self._search():
@@ -109,7 +116,7 @@ class Reads(TorchDispatchMode):
                 self.numbers.append((place, value))
             elif fsdp_param_of(value) is None:
                 address = address_of(value)
-                self._before[place.where] = ref(value), address
+                self._before[place.where] = place, ref(value), address
                 if id(value) not in self._given:  # whose addresses are guards
                     for storage in storages_of([value]):
                         self._candidates[storage].append((place, address))
@@ -153,11 +160,12 @@ class Reads(TorchDispatchMode):
         by_value = is_of_host(tensor) and (runs_on_host or tensor.ndim == 0)
         found = self._candidates[identity]
         if identity in self._inputs:  # a place may hold what an earlier call has stored there
-            found = [each for each in found if self._before[each[0].where][0]() is tensor]
+            found = [each for each in found if self._before[each[0].where][1]() is tensor]
         if by_value and not found:
             found.append((Place("a host tensor", tensor), address_of(tensor)))
         for place, address in found:
-            self.places.setdefault(place, (address, host_value(place.found())))
+            key = address, host_value(place.found())
+            self._of_graph[place] = self.places.setdefault(place, key)
         name = found[0][0].name if found else ""
         if is_written:
             if runs_on_host:
@@ -222,23 +230,41 @@ class Reads(TorchDispatchMode):
                 "that is trained by itself",
             )
 
-    def left_on_host(self) -> list[Callable[[], object]]:
+    def next_graph(self) -> Callable[[], None]:
+        """Called where a call in `outside` splits the graph. Returns a function that each replay
+        calls there: it raises if the call has replaced a tensor that the next graph reads.
+        """
+        self._of_graph = places = dict[Place, Hashable]()
+
+        def require_same() -> None:
+            changed = (place.name for place, found in places.items() if place.key() != found)
+            if replaced := list(dict.fromkeys(changed)):
+                raise ReplayMismatchError(
+                    f"a call in `outside` has replaced {listed(replaced)}",
+                    expected="the tensors that the graph was captured with",
+                    got="others, which the rest of the graph does not read; the step is incomplete",
+                    fix="copy into the existing tensor: x.copy_(...); or replace it between calls",
+                )
+
+        return require_same
+
+    def left_on_host(self) -> list[tuple[Place, Any]]:
         """Called at the end of the block. Refuses a step that steps a schedule, appends tensors to
         a list or replaces the data of a tensor, and one that stores an argument and reads it in the
         next call.
 
         Returns:
-            Functions to call after each replay. They assign the tensors that the block has put
-            into attributes, dictionaries and lists that the function closes over: those that it
-            made, such as a loss for the log, which a replay has written; and others, such as two
-            buffers that it has exchanged.
+            (place, value) of what a replay has to assign: the tensors that the block has put into
+            attributes, dictionaries and lists that the function closes over, which are those that
+            it made, such as a loss for the log, and others, such as two buffers that it has
+            exchanged; and what is now where a tensor was, such as a hint that is used once.
         """
         for place, value in self.numbers:
             # The count of a schedule of torch's is its `last_epoch`.
             is_count = any(
                 get is tensors_in or name == "last_epoch" for get, name in place.way[-1:]
             )
-            if is_count and place.found() not in (None, value):
+            if is_count and place.found() not in (None, GONE, value):
                 raise CaptureError(
                     f"it changes {place.name} from {value}, which a replay would not do",
                     fix="schedule.step() after the call; return a tensor, and append it there",
@@ -250,14 +276,16 @@ class Reads(TorchDispatchMode):
                     fix=f"{place.name}.copy_(...), or pass it as an argument",
                 )
 
-        left: list[Callable[[], object]] = []
+        self.places = self._empty | self.places
+        before = [place for place, *_ in self._before.values()]
+        gone = [place for place in before if not isinstance(place.found(), torch.Tensor)]
+        left = [place.assignment() for place in reversed(gone)]  # of a list, the last one first
         for place, value in self._search():
             if not isinstance(value, torch.Tensor) or fsdp_param_of(value) is not None:
                 continue
-            before, address = self._before.get(place.where, (type(None), ()))
-            if before() is not value:
-                holder = place.holder()
-                left.append(partial(holder.put, holder.found()))
+            _, former, address = self._before.get(place.where, (place, type(None), ()))
+            if former() is not value:
+                left.append(place.assignment())
                 # A replay assigns the same tensor, so it must still be where the block took it.
                 for storage in storages_of([value]) - self._made.keys():
                     for source, found in self._candidates[storage]:
@@ -269,6 +297,28 @@ class Reads(TorchDispatchMode):
                 )
         return left
 
+    def assignments(self, left: Iterable[tuple[Place, Any]]) -> list[Callable[[], object]]:
+        """Called after the capture, before `close`. Returns functions to call after each replay,
+        which assign what `left_on_host` has returned.
+
+        Tensors that the block made are copied out of the graphs' memory. They live until the next
+        assignment, and until then a graph that was captured before them may use that memory.
+        """
+        copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by storage, of all its bytes
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            if storage_of(tensor) not in self._made or is_of_host(tensor):
+                return tensor
+            whole = _bytes_of(tensor.untyped_storage())
+            copy, _ = copies.setdefault(storage_of(tensor), (torch.empty_like(whole), whole))
+            place = copy.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+            return tensor.data.set_(*place)
+
+        puts = [
+            partial(place.put, tree_map_only(torch.Tensor, copied, value)) for place, value in left
+        ]
+        return [*(partial(copy.copy_, whole) for copy, whole in copies.values()), *puts]
+
     def written(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (name, bytes) of each storage that existed before the block, was written in it,
         and still exists. The name is that of its place, or "" if the function does not close over
@@ -277,8 +327,7 @@ class Reads(TorchDispatchMode):
         for memory, name in self._written.values():
             storage = torch.UntypedStorage._new_with_weak_ptr(memory.cdata)
             if storage is not None:
-                content = torch.empty(0, dtype=torch.uint8, device=storage.device)
-                yield name, content.set_(storage, 0, (storage.nbytes(),), (1,))
+                yield name, _bytes_of(storage)
 
     def writes(self, tensor: torch.Tensor) -> bool:
         """Returns whether an operation of the block wrote the tensor's storage."""
@@ -303,6 +352,11 @@ class Reads(TorchDispatchMode):
         replaced = [place.name for place, found in self.places.items() if place.key() != found]
         freed = [what for memory, (_, what, _) in self._on_device.items() if _EXPIRED(memory)]
         return [*replaced, *freed]
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    content = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return content.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def groups_among(leaves: Iterable[Any]) -> Iterator[dist.ProcessGroup]:

@@ -57,6 +57,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _LOST = 3  # consecutive uncompared graphs after which capture is refused
+_MANY = 16  # graphs after which the program is warned if they are hardly replayed
 _IN_A_ROW = 7  # consecutive calls with something new after which the program is warned
 
 
@@ -240,6 +241,12 @@ class GraphedStep(Generic[_P, _R]):
             if captured is not None:
                 self.captures += 1
                 self._news = captured.why_not()
+                if self.captures % _MANY == 0 and self.replays < 4 * self.captures:
+                    self._warn(
+                        f"is captured too often to gain from it: {self.captures} graphs for "
+                        f"{self.replays} replays. Each kind of call has its own graph: pad shapes, "
+                        "pass numbers as tensors, and write into tensors instead of replacing them."
+                    )
         self._with_news = self._with_news + 1 if self._news else 0
         if self._with_news == _IN_A_ROW:
             self._warn(
@@ -307,7 +314,7 @@ class GraphedStep(Generic[_P, _R]):
         is_told = not (self.pool.can_capture or self.eager_steps)
         watch = watched(self._function, self._modules, self._found) if is_told else nullcontext()
         with handle_eager_calls(call_region), redraws.active(), watch:
-            outputs = detached(self._function(*args, **kwargs))
+            outputs = detached(self._function(*args, **kwargs), self.pool.device)
         for each in self._capturables:
             each.at_eager_border()
         self.eager_steps += 1
@@ -450,9 +457,10 @@ class GraphedStep(Generic[_P, _R]):
             self._tensors(),
             buffers.buffers,
             self._generators,
+            [place for each in self._graphs for place in each.reads.places],
         )
         with captured.captured(self._host_snapshot()), reads:
-            outputs = detached(self._function(*args, **kwargs))
+            outputs = detached(self._function(*args, **kwargs), self.pool.device)
             left = reads.left_on_host()
             buffers.note_writes(reads, inputs)
             if self.pool.device.type == "cuda":
@@ -465,7 +473,7 @@ class GraphedStep(Generic[_P, _R]):
                 )
             # The state after the function ran: gradients may have been allocated in the capture.
             captured.outputs = apart_from(chain(self._tensors(), buffers.buffers), outputs)
-        captured.parts += left
+        captured.parts += reads.assignments(left)
         reads.close()
         has_graphs(self)
         return captured

@@ -526,6 +526,132 @@ def test_memory_that_inductor_allocates_in_a_capture_is_the_graphs(
     require_replays(step, 1, 5)
 
 
+class Gated(nn.Module):
+    """Multiplies with a buffer, then applies whatever the program has put into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix: Tensor
+        self.register_buffer("mix", torch.arange(4.0).view(2, 2))
+        self.more = nn.ModuleList()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ self.mix
+        for each in self.more:
+            y = each(y)
+        return y + sum(self.more.buffers())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: setattr(model, "mix", model.mix.t()),
+        lambda model: model.mix.t_(),
+        lambda model: model.more.append(nn.Tanh()),
+        lambda model: model.more.register_buffer("bias", torch.ones(2, device="cuda")),
+    ],
+)
+@same_bits_as_eager
+def test_a_change_of_a_module_that_moves_no_memory_is_in_the_next_call(
+    graphed: Graphed, device: torch.device, change: Callable[[Any], None]
+) -> Values:
+    model = Gated().cuda()
+    step = graphed(model, warmup=1)(model.forward)
+    for call in range(10):
+        if call == 5:
+            change(model)
+        yield step(torch.ones(2, device=device))
+    require_replays(step, 2, 8)
+
+
+@same_bits_as_eager
+def test_what_a_step_takes_away_is_away_after_a_replay(
+    graphed: Graphed, device: torch.device
+) -> Values:
+    """A hint that the program gives before some calls is used once."""
+    held: dict[str, Any] = {"hint": 0, "pair": None, "more": {}}
+    hint = torch.ones(2, device=device)
+
+    @graphed(warmup=1)
+    def step(x: Tensor) -> Tensor:
+        pair, held["pair"] = held["pair"], None
+        more, held["more"] = held["more"], {}
+        hint, held["hint"] = held["hint"], 0
+        others = [*(pair or ()), *more.values(), held.pop("other", 0), hint]
+        return x + sum(others)
+
+    for call in range(16):
+        if call < 6 or call % 3 == 0:
+            held.update(hint=hint, pair=(hint, hint), other=hint)
+            held["more"]["hint"] = hint
+        yield step(torch.ones(2, device=device)), list(held), held["hint"], held["pair"]
+    require_replays(step, 2, 15)
+
+
+@same_bits_as_eager
+def test_what_a_step_leaves_in_an_attribute_outlives_replays_of_earlier_graphs(
+    graphed: Graphed, device: torch.device
+) -> Values:
+    held = {"cache": torch.zeros(WIDTH, WIDTH, device=device)}
+
+    @graphed(warmup=1)
+    def step(x: Tensor, kind: str) -> Tensor:
+        y = x @ x
+        if kind == "leave":
+            held["cache"] = y + 1
+        return (y @ x - 1).sum() + (held["cache"].sum() if kind == "read" else 0)
+
+    for call in range(24):
+        kind = "other" if call < 6 else ("leave", "other", "read")[call % 3]
+        x = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(call))
+        yield step(x.to(device), kind), held["cache"]
+
+
+@same_bits_as_eager
+def test_a_program_does_what_it_likes_with_what_a_step_returns(
+    graphed: Graphed, device: torch.device
+) -> Values:
+    step = graphed(warmup=1)(lambda x: {"all": x.sum(0), "mean": [x.mean()]})
+    rows = batch(0, device)[0]
+    for _ in range(8):
+        found = step(rows.expand(1000, WIDTH))  # of which sums round like those of one row
+        found["rate"] = found.pop("all").unsqueeze_(0)
+        found["mean"].append(1.0)
+        yield found
+    require_replays(step, 1, 7)
+
+
+def test_a_call_between_graphs_that_replaces_what_the_next_one_reads_is_an_error(
+    device: torch.device,
+) -> None:
+    held = {"scale": torch.ones(2, device=device)}
+    calls = itertools.count()
+
+    def change() -> None:
+        if next(calls) == 5:
+            held["scale"] = held["scale"] * 2
+
+    @shardgrad.graphed_step(warmup=1)
+    def step(x: Tensor) -> Tensor:
+        y = x * held["scale"]
+        shardgrad.graphs.outside(change)
+        return y * held["scale"]
+
+    for _ in range(5):
+        assert step(torch.ones(2, device=device)).tolist() == [1.0, 1.0]
+    with pytest.raises(ReplayMismatchError, match=r"`outside` has replaced held\['scale'\]"):
+        step(torch.ones(2, device=device))
+
+
+def test_graphs_that_are_hardly_replayed_are_a_warning(device: torch.device) -> None:
+    step = shardgrad.graphed_step(warmup=1)(lambda x, number: x + number)
+    x = torch.ones(2, device=device)
+    for call in range(31):
+        step(x, call // 2)
+    with pytest.warns(shardgrad.UncapturableStepWarning, match="16 graphs for 15 replays"):
+        step(x, 15)
+
+
 def test_a_program_may_capture_its_accumulation_by_itself(device: torch.device) -> None:
     """The capture waits for nothing that was recorded before it."""
 

@@ -8,6 +8,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -54,6 +55,24 @@ class Slots:
     mask: torch.Tensor
 
 
+class Base:
+    """Its slot has a private name."""
+
+    __slots__ = "__mask"
+
+    def masked(self) -> torch.Tensor:
+        return self.__mask * 2
+
+
+class Derived(Base):
+    """Its slot is in the base class."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        self._Base__mask = torch.ones(2)
+
+
 class Settings:
     """Its class has what its objects read, and code that reads a global variable."""
 
@@ -74,6 +93,13 @@ class Settings:
 @torch.no_grad()
 def without_gradients() -> torch.Tensor:
     return targets * 2
+
+
+def with_a_bias() -> Any:
+    return vars(with_a_bias)["bias"] * 2
+
+
+vars(with_a_bias)["bias"] = torch.ones(2)
 
 
 class Scaled(torch.autograd.Function):
@@ -99,6 +125,13 @@ def steps() -> Iterator[tuple[str, str, Callable[[], Any]]]:
     yield "in_a_partial", "self.args[0]['mask']", partial
     slots = Slots(torch.ones(2))
     yield "in_a_slot", "slots.mask", lambda: slots.mask * 2
+    derived = Derived()
+    yield "in_a_slot_of_a_base_class", "derived._Base__mask", lambda: derived.masked()
+    package: Any = ModuleType("package")
+    package.part = ModuleType("package.part")
+    package.part.mask = torch.ones(2)
+    yield "in_a_module_of_a_package", "package.part.mask", lambda: package.part.mask * 2
+    yield "in_an_attribute_of_a_function", "with_a_bias.bias", lambda: with_a_bias()
     yield "in_a_class", "Settings.scale", lambda: Settings.of_class()
     settings = Settings()
     yield "in_a_method_that_a_property_calls", "targets", lambda: settings.as_property + 1

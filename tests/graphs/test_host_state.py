@@ -50,10 +50,10 @@ def test_not_a_number_is_one_input() -> None:
     assert first == again
 
 
-def test_a_buffer_has_the_strides_of_its_argument_if_it_can_be_written() -> None:
+def test_a_buffer_has_the_strides_of_its_argument() -> None:
     given = torch.ones(4, 6)[:, ::2], torch.ones(1).expand(3)
     sliced, expanded = InputBuffers(flatten_inputs(given, {}), CPU).buffers
-    assert [sliced.stride(), expanded.stride()] == [(6, 2), (1,)]
+    assert [sliced.stride(), expanded.stride()] == [(6, 2), (0,)]
 
 
 def test_a_compiled_region_runs_compiled_in_a_capture() -> None:
