@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -30,6 +31,12 @@ def test_a_run_that_a_launcher_starts_several_times_is_refused(
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs a file system that takes no files")
+def test_a_limit_of_files_that_is_too_low_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (24, 24))
+    with pytest.raises(UsageError, match="only 24 files: run ulimit -n 1024"):
+        prepare({}, resume=None)
+
+
 def test_a_run_folder_that_cannot_be_written_is_refused_before_ranks_start() -> None:
     for folder in ("/proc", "/proc/run", "/proc/self/run/first"):
         with pytest.raises(

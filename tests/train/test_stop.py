@@ -47,6 +47,22 @@ def test_the_end_of_the_launcher_is_a_request(monkeypatch: pytest.MonkeyPatch) -
     assert stop.requested
 
 
+def test_a_rank_that_is_done_ends_with_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(status: int) -> None:
+        assert status == 0
+        raise EndedError
+
+    handlers: dict[int, object] = {}
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    monkeypatch.setattr(os, "_exit", end)
+    stop = StopRequest()
+    stop.finish()
+    assert handlers[signal.SIGTERM] is signal.SIG_DFL
+    stop._on_signal(signal.SIGTERM, None)  # in its last moments
+    with pytest.raises(EndedError):
+        stop.finish()
+
+
 def test_a_rank_that_waits_for_another_is_ended_by_the_launcher_and_not_by_a_person() -> None:
     stop = StopRequest()
     stop._on_signal(signal.SIGINT, None)

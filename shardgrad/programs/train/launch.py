@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import resource
 import signal
 import tempfile
 import time
@@ -24,6 +25,8 @@ from shardgrad.programs.train.texts import read_text
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+_LEAST_FILES = 48  # with fewer, torch's store may wait instead of failing
 
 
 def prepare(given: Mapping[str, Any], *, resume: Path | None) -> TrainConfig:
@@ -42,6 +45,11 @@ def prepare(given: Mapping[str, Any], *, resume: Path | None) -> TrainConfig:
             "RANK and WORLD_SIZE are set, as by torchrun, but this program starts its own ranks: "
             "run it without a launcher, or unset them; for several machines, copy "
             "examples/multi_node/train.py."
+        )
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= limit < _LEAST_FILES:
+        raise UsageError(
+            f"A process may open only {limit} files: run ulimit -n 1024, and start again."
         )
     config = _new_run(given) if resume is None else _old_run(given, resume)
     if config.tensorboard:

@@ -58,11 +58,12 @@ def run_rank(config: TrainConfig, resume: bool) -> None:
         finally:
             # Not sys.exit: the backends' threads may wait for ranks that have ended.
             os._exit(failure.exit_status)
-    stop.close()
+    tell("")
+    stop.finish()
 
 
 def tell(report: str) -> None:
-    """Prints a report, if there is one."""
+    """Prints a report, if there is one, after what waits to be printed."""
     with contextlib.suppress(OSError):  # what read the output may be gone
         sys.stdout.flush()
         if report:

@@ -39,6 +39,15 @@ class StopRequest:
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
+    def finish(self) -> None:
+        """Ends this process if its launcher was terminated or has ended, or is from now on: it does
+        not take what this process returns, which would wait for that.
+        """
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self._is_terminated or os.getppid() != self._parent:
+            os._exit(0)
+
     @property
     def requested(self) -> bool:
         """Whether to finish the step, save, and exit."""
