@@ -72,18 +72,26 @@ class GradState(Enum):
 IDLE, COLLECTING, READY, SENT = GradState
 
 
-# The next state by the present one and the next one; no other pair may occur. Only
-# `ReductionScheduler` makes transitions. The end of a backward leads from any state to IDLE.
-_NEXT = {
-    (IDLE, COLLECTING): COLLECTING,
-    (IDLE, READY): READY,  # under `participate`, for a group of which this rank ran no forward
-    (IDLE, SENT): SENT,  # gradients that the program has written, or that waited
-    (COLLECTING, READY): READY,
-    (COLLECTING, SENT): SENT,  # at the end of backward, after which no more gradients come
-    (READY, SENT): SENT,
-    (SENT, COLLECTING): COLLECTING,  # another call of the unit
-    (SENT, SENT): SENT,  # gradients that the program wrote after the reduction
-}
+class _Transitions(dict[tuple[GradState, GradState], GradState]):
+    """The next state, by the present one and the next one. Any other pair raises."""
+
+    def __missing__(self, pair: tuple[GradState, GradState]) -> GradState:
+        raise RuntimeError(f"invalid transition of a group's gradients: {pair[0]} to {pair[1]}")
+
+
+# Only `ReductionScheduler` makes transitions. The end of a backward leads from any state to IDLE.
+_NEXT = _Transitions(
+    {
+        (IDLE, COLLECTING): COLLECTING,
+        (IDLE, READY): READY,  # under `participate`, for a group of which this rank ran no forward
+        (IDLE, SENT): SENT,  # gradients that the program has written, or that waited
+        (COLLECTING, READY): READY,
+        (COLLECTING, SENT): SENT,  # at the end of backward, after which no more gradients come
+        (READY, SENT): SENT,
+        (SENT, COLLECTING): COLLECTING,  # another call of the unit
+        (SENT, SENT): SENT,  # gradients that the program wrote after the reduction
+    }
+)
 
 _HOOKED = "_shardgrad_hooked"
 # Whether the backward on this thread was called with `retain_graph=True`.
