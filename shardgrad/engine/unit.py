@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -267,35 +268,42 @@ class Unit:
     def lend(self, given: Arguments, copies: Arguments) -> Arguments:
         """Returns what forward gets of its arguments: themselves, or copies with other tensors.
 
-        Forward may write to a list or dict that its caller reads.
+        Forward may write to a list or dict that its caller reads, at any depth.
         """
         (args, kwargs), (copied, named) = given, copies
         named = {name: self._passed(kwargs[name], value) for name, value in named.items()}
         return tuple(map(self._passed, args, copied)), named
 
     def _passed(self, given: Any, copy: Any) -> Any:
-        """Returns an argument if none of its tensors is another one in the copy; else the copy,
-        which `return_copies` reads after forward.
+        """Returns an argument if none of its tensors is another one in the copy; else the copy, in
+        which the same is true of each part. `return_copies` reads the copy after forward.
         """
         if all(map(is_, tree_leaves(given), tree_leaves(copy))):
             return given
-        if isinstance(given, list | dict):
-            olds, news = (list(x.values() if isinstance(x, dict) else x) for x in (given, copy))
+        if isinstance(given, list | deque | dict):
+            places = list(given) if isinstance(given, dict) else range(len(given))
+            for place in places:
+                copy[place] = self._passed(given[place], copy[place])
+            olds, news = ([parts[place] for place in places] for parts in (given, copy))
             originals = dict(zip(map(id, news), olds, strict=True))
             self.copies.append((len(self.running), given, copy, news, originals))
+        elif type(given) is tuple or hasattr(given, "_make"):  # a named tuple
+            copy = getattr(given, "_make", tuple)(map(self._passed, given, copy))
         return copy
 
     def return_copies(self) -> None:
-        """Makes the caller's lists and dicts what a forward that ends has made of their copies."""
+        """Makes the caller's lists, deques and dicts what a forward that ends has made of their
+        copies.
+        """
         # A copy may have been copied again. The copies of a forward that has called this one stay.
         while self.copies and (not self.running or self.copies[-1][0] > len(self.running)):
             _, given, copy, _, originals = self.copies.pop()
-            if isinstance(given, list):
-                given[:] = [originals.get(id(each), each) for each in copy]
-            else:
-                given.clear()
+            given.clear()
+            if isinstance(given, dict):
                 for key, each in copy.items():
                     given[key] = originals.get(id(each), each)
+            else:
+                given.extend(originals.get(id(each), each) for each in copy)
 
     @outside_graphs
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
