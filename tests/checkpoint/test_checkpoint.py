@@ -105,7 +105,8 @@ def test_numbers_may_be_loaded_into_another_precision_and_into_no_other_kind(
 ) -> None:
     values, ours = torch.arange(5).to(saved), {"x": torch.zeros(5, dtype=dtype)}
     checkpoint.save({"x": values}, tmp_path / "c")
-    if (saved.is_floating_point, saved.is_complex) == (dtype.is_floating_point, dtype.is_complex):
+    saved_kind, kind = ((d.is_floating_point, d.is_complex) for d in (saved, dtype))
+    if saved_kind == kind != (False, False):  # a narrower dtype of whole numbers wraps around
         checkpoint.load(ours, tmp_path / "c")
         assert torch.equal(ours["x"], values.to(dtype))
     else:
@@ -290,7 +291,7 @@ def test_what_does_not_fit_is_named_all_of_it(saved: Path) -> None:
     }
     refused(
         saved,
-        r"model.a/b~c is a tensor of real numbers .* not a tensor of whole numbers .*"
+        r"model.a/b~c is a tensor of real numbers .* not a tensor of torch.int64 numbers .*"
         r"model.weight is a .* with shape \(15, 1000\), not a .* with shape \(1000, 15\)",
         model=wrong,
     )

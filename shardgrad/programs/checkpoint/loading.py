@@ -48,7 +48,7 @@ def load(
 
     Args:
         state: a state of the structure that was saved. Its tensors are filled in place and keep
-            their dtypes, so captured graphs stay valid.
+            their dtypes, so captured graphs stay valid; whole numbers need the saved dtype.
         folder: a checkpoint in the format of `torch.distributed.checkpoint`.
         optional: shell patterns of names that may be missing on either side; `("*",)` loads the
             names that both sides have.
@@ -191,7 +191,8 @@ def _kind(entry: Any) -> str:
         shape, dtype = entry.shape, entry.dtype
     else:
         return _VALUE
-    numbers = "complex" if dtype.is_complex else "real" if dtype.is_floating_point else "whole"
+    # Whole numbers are not cast: int8 would make 44 of 300.
+    numbers = "complex" if dtype.is_complex else "real" if dtype.is_floating_point else dtype
     return f"a tensor of {numbers} numbers with shape {tuple(shape)}"
 
 
