@@ -15,7 +15,7 @@ from operator import call
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from shardgrad.engine.streams import wait_for_device
 from shardgrad.graphs.capturable import KEPT, Capturable
@@ -45,12 +45,12 @@ class CapturedStep:
         parts: called in order by a replay. The capture adds to them.
         is_compared: True once a second capture has been compared with this one.
         reads: the memory that the captured call reads by closure. Set by the capture.
-        outputs: the outputs of the captured call, which every replay overwrites. Set by the
-            capture.
+        outputs: the outputs of the captured call, flattened, which every replay overwrites. Set by
+            the capture.
     """
 
     reads: Reads
-    outputs: Any
+    outputs: tuple[list[torch.Tensor | None], TreeSpec]
 
     def __init__(
         self,
@@ -147,7 +147,8 @@ class CapturedStep:
         """
         for part in self.parts:
             part()
-        return tree_map_only(torch.Tensor, torch.Tensor.detach, self.outputs)
+        leaves, spec = self.outputs
+        return tree_unflatten([None if x is None else x.detach() for x in leaves], spec)
 
     # -- the end
 

@@ -112,13 +112,16 @@ class ModuleState(Capturable):
             (vars(one), name) for owners, names in switches for one in owners for name in names
         ]
         # The dictionaries that register submodules, buffers, and parameters that are not sharded.
+        # Most of a large model's are empty, and are only asked whether they still are.
         self._registers: list[dict[str, Any]] = []
+        self._empty: list[dict[str, Any]] = []
         plain = set(map(id, self._plain))
         for module in self._modules:
-            self._registers += module._modules, module._buffers
-            params_of = module._parameters
-            if not params_of or plain.intersection(map(id, params_of.values())):
-                self._registers.append(params_of)
+            for register in (module._modules, module._buffers, module._parameters):
+                if not register:
+                    self._empty.append(register)
+                elif register is not module._parameters or plain & set(map(id, register.values())):
+                    self._registers.append(register)
         self._collected_from = list(self._origins())
         self._generations = tuple([group.generation for group in self._groups])
 
@@ -130,7 +133,8 @@ class ModuleState(Capturable):
         if not is_in_place:
             for group in self._groups:
                 adopt(group)
-        if not (is_in_place and all(map(is_, self._origins(), self._collected_from))):
+        is_alike = is_in_place and not any(self._empty)
+        if not (is_alike and all(map(is_, self._origins(), self._collected_from))):
             self._collect()
 
     def _origins(self) -> Iterator[Any]:
@@ -153,7 +157,7 @@ class ModuleState(Capturable):
             grads = [None if g is None else g.data_ptr() for g in map(_GRAD, self._plain)]
             bound = self._bound()
             # A shard without memory has neither live flags nor a verdict.
-            memory = [s.has_memory and _memory_of(s) for s in shards]
+            memory = [s.memory is not GradMemory.NONE and _memory_of(s) for s in shards]
             # Gradients that wait get other memory when parameters get other places.
             waiting = chain.from_iterable(map(_WAITING, self._grad_groups))
             return (
@@ -201,7 +205,7 @@ class ModuleState(Capturable):
         """Called at a border of a graph. Refuses a step that has replaced registered objects, which
         a replay would not do.
         """
-        now = chain.from_iterable(map(dict.items, self._registers))
+        now = chain.from_iterable(map(dict.items, chain(self._empty, self._registers)))
         for (name, one), old in zip(now, self._collected_from, strict=False):
             if one is not old:
                 raise CaptureError(

@@ -29,7 +29,7 @@ from torch.backends.cuda import (
     math_sdp_enabled,
     mem_efficient_sdp_enabled,
 )
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import CaptureError, CollectiveError, OptionError, listed
@@ -472,7 +472,8 @@ class GraphedStep(Generic[_P, _R]):
                     fix="change modes between calls, or in a with block",
                 )
             # The state after the function ran: gradients may have been allocated in the capture.
-            captured.outputs = apart_from(chain(self._tensors(), buffers.buffers), outputs)
+            outputs = apart_from(chain(self._tensors(), buffers.buffers), outputs)
+            captured.outputs = tree_flatten(outputs)
         captured.parts += reads.assignments(left)
         reads.close()
         has_graphs(self)
