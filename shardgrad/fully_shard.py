@@ -22,22 +22,22 @@ from shardgrad.checks.optimizer_hooks import watch_optimizers_of
 from shardgrad.checks.unowned_params import UnownedParams, note_ignored
 from shardgrad.compat.torch_views import show_to_torch, state_of
 from shardgrad.engine.calls import forward_around
-from shardgrad.engine.collect import (
+from shardgrad.engine.comm_context import SecondStep
+from shardgrad.engine.lazy_init import lazy_init
+from shardgrad.engine.managed_params import (
     collect,
     modules_under,
     refuse_unresolved_ties,
     validated,
 )
-from shardgrad.engine.comm_context import SecondStep
-from shardgrad.engine.lazy_init import lazy_init
 from shardgrad.engine.param_group import (
     CLAIM,
     AllGather,
     FSDPParam,
     GroupSpec,
     ParamGroup,
+    is_claimed,
     is_extension,
-    is_replaced,
     mark,
     unmark,
 )
@@ -186,7 +186,7 @@ def _accept(units: Sequence[Unit]) -> None:
 
             refuse_late_extensions(group, sharded)
         if REDUCES_IN_GRAD_DTYPE:
-            from shardgrad.features.param_dtypes import refuse_late_grad_dtypes
+            from shardgrad.features.param_dtype_overrides import refuse_late_grad_dtypes
 
             refuse_late_grad_dtypes(group)
     if dist.get_world_size() > 1:
@@ -207,7 +207,7 @@ def _dtypes(
     """Returns each parameter's dtypes, and the policy without overrides for single parameters."""
     if not REDUCES_IN_GRAD_DTYPE:
         return dict.fromkeys(names, ParamDtypes(mp_policy, gradient_policy)), mp_policy
-    from shardgrad.features.param_dtypes import dtypes_of, without_override
+    from shardgrad.features.param_dtype_overrides import dtypes_of, without_override
 
     dtypes = dtypes_of(
         names, lambda p: (p.dtype, shardings[p].data_mesh), mp_policy, gradient_policy
@@ -263,7 +263,7 @@ def _group(params: list[FSDPParam], spec: GroupSpec) -> ParamGroup:
     with noting:
         group.shard_params()
     if REDUCES_IN_GRAD_DTYPE:
-        from shardgrad.features.param_dtypes import keep_grad_dtypes
+        from shardgrad.features.param_dtype_overrides import keep_grad_dtypes
 
         keep_grad_dtypes(group)
     return group
@@ -388,7 +388,7 @@ def _commit(
 
 def _take_inherited(unit: Unit, params: Iterable[nn.Parameter]) -> None:
     """Removes from inner units the parameters that their common ancestor owns now."""
-    taken: list[FSDPParam] = [p.__dict__[CLAIM] for p in params if is_replaced(p)]
+    taken: list[FSDPParam] = [p.__dict__[CLAIM] for p in params if is_claimed(p)]
     for p in taken:
         unmark(p)
     for inner in (each for module in unit.modules for each in units_under(module)):

@@ -110,7 +110,7 @@ class _UnshardHandle(UnshardHandle):
         # Again, because a forward since then may have skipped this unit and dropped the prefetch,
         # or a step may have changed the parameters.
         comm_ctx = _start_unshard(unit)
-        unit.held = True
+        unit.stays_unsharded = True
         unit.wait_for_unshard(comm_ctx)
 
 

@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from shardgrad.diagnosis.flight_recorder import recorder
-from shardgrad.engine.collect import modules_under, params_under, tied_under
-from shardgrad.engine.param_group import IGNORED, is_replaced, is_unsharded_param
+from shardgrad.engine.managed_params import modules_under, params_under, tied_under
+from shardgrad.engine.param_group import IGNORED, is_claimed, is_unsharded_param
 from shardgrad.engine.unit import Unit, units_under
 from shardgrad.errors import UnownedParameterError, listed
 
@@ -197,7 +197,7 @@ def warn_of_unowned(optimizer: Optimizer, models: Iterable[nn.Module]) -> bool:
         for number, group in enumerate(optimizer.param_groups)
         for names in [group.get("param_names")]
         for i, param in enumerate(group["params"])
-        if param.requires_grad and _is_apart(param) and not is_replaced(param)
+        if param.requires_grad and _is_apart(param) and not is_claimed(param)
     }
     for param in _ignored_under(models) if found else ():
         found.pop(param, None)

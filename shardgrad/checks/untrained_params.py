@@ -22,7 +22,7 @@ from shardgrad.checks.lost_work import refuse_hooks
 from shardgrad.engine.param_group import (
     FSDPParam,
     fsdp_param_of,
-    is_replaced,
+    is_claimed,
     is_unsharded_param,
     managed_by,
 )
@@ -46,7 +46,7 @@ def gradient_of(managed: FSDPParam) -> torch.Tensor | None:
 
 def concerns_unit(param: torch.Tensor) -> bool:
     """Returns whether a parameter belongs to a unit, or did before `fully_shard` replaced it."""
-    return fsdp_param_of(param) is not None or is_replaced(param)
+    return fsdp_param_of(param) is not None or is_claimed(param)
 
 
 def _refuse_unused(optimizer: Optimizer) -> None:
@@ -60,7 +60,7 @@ def _refuse_unused(optimizer: Optimizer) -> None:
             got="parameters whose memory reshard() frees",
             fix="module.reshard() on every unsharded unit, before building the optimizer",
         )
-    replaced = sum(is_replaced(p) for p in params_of(optimizer) if p.requires_grad)
+    replaced = sum(is_claimed(p) for p in params_of(optimizer) if p.requires_grad)
     if replaced:
         raise OptimizerParameterError(
             f"{type(optimizer).__name__} was built over {replaced} parameters from before "

@@ -132,7 +132,7 @@ class GradGroup:
         holds_frozen: some of `params` do not require grad.
         takes_part: a backward reduces the group: one of `params` requires grad, or gradients exist.
         unsharded: the unsharded parameters of `params`, once they exist.
-        hooked: the group's `trainable` when hooks were last installed.
+        hooks_made_for: the group's `trainable` when hooks were last installed.
         state: changed by the scheduler.
         waits_for_unit: the unit's post-backward tells when no more gradients come.
         is_due: an earlier backward was not synchronized. If this rank has no sums, others may.
@@ -250,7 +250,7 @@ class GradGroup:
 
     def hook(self) -> None:
         """Installs the hooks that collect the gradients of trainable parameters."""
-        self.hooked = self.group.trainable
+        self.hooks_made_for = self.group.trainable
         self._index = {id(p.unsharded): p for p in self.params}
         self.unsharded = [p.unsharded for p in self.params if p.unsharded is not None]
         # Hooks on parameters, not on the module, collect a gradient whichever path the loss took.
@@ -622,7 +622,7 @@ class GradGroup:
                 with streams.on(reduction.end):
                     try:
                         reduction.complete()
-                        if shard is not None and shard.hooked:
+                        if shard is not None and shard.awaiting_hooks:
                             shard.run_hooks()
                             route.done.record(reduction.end)
                     except BaseException:
@@ -925,7 +925,7 @@ class ReductionScheduler:
                 # are copied to it.
                 reduction.shard.decide()
                 try:
-                    if reduction.shard.hooked:
+                    if reduction.shard.awaiting_hooks:
                         reduction.shard.run_hooks()
                 except BaseException as error:
                     failed = failed or error

@@ -98,7 +98,7 @@ class GradMemory(Enum):
     """Whether a shard has memory. See [Note: Memory of gradients]."""
 
     NONE = auto()  # all gradients are None
-    HELD = auto()  # may be freed while all gradients are None
+    FREEABLE = auto()  # may be freed while all gradients are None
     # Stays at its address. Only a graph frees memory of its own pool.
     FIXED = auto()
 
@@ -119,7 +119,7 @@ class GradShard:
         is_captured: a graph is being captured; see `look`.
         on_overwrite: a capture calls it with the places that are None before it overwrites them, as
             replays will.
-        hooked: parameters whose hooks are still to run; see `run_hooks`.
+        awaiting_hooks: parameters whose hooks are still to run; see `run_hooks`.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class GradShard:
         # What was touched on this rank, the flags that `decide` waits for, and the event of their
         # arrival.
         self._told: tuple[tuple[bool, ...], torch.Tensor, StreamEvent] | None = None
-        self.hooked: list[torch.Tensor] = []
+        self.awaiting_hooks: list[torch.Tensor] = []
         self.read: list[torch.Tensor] = []  # kept until the program's stream waits for a reduction
         for param in self.params:
             if param.dtype != dtype and not policy.decoupled:
@@ -218,7 +218,7 @@ class GradShard:
             else:  # at first, or the program keeps the former memory
                 flat = self._home.zeros(self.layout.chunk_numel, flat.dtype)
             self.place_in(flat)
-        self.memory = GradMemory.HELD if may_go else GradMemory.FIXED
+        self.memory = GradMemory.FREEABLE if may_go else GradMemory.FIXED
 
     def look(self, *, is_captured: bool) -> None:
         """Notes whether a graph is being captured: it then knows the address of existing memory.
@@ -226,7 +226,7 @@ class GradShard:
         Called when a forward opens, a reduction starts, or an optimizer reads the gradients.
         """
         self.is_captured = is_captured
-        if is_captured and self.memory is GradMemory.HELD:
+        if is_captured and self.memory is GradMemory.FREEABLE:
             self.memory = GradMemory.FIXED
 
     @property
@@ -243,7 +243,7 @@ class GradShard:
         Streams: `self.stream` must be ordered after all uses.
         """
         self.flagged = [False] * self.count
-        kept = self.held()
+        kept = self.kept_places()
         if kept:
             self._record(reader)
             self._renew(kept)
@@ -284,7 +284,7 @@ class GradShard:
             return
         if self.is_captured:
             self.on_overwrite([i for i, grad in enumerate(self.bound()) if grad is None])
-        elif held := self.held():
+        elif held := self.kept_places():
             # A bound gradient may be held as well. It is added to, and expected to change.
             bound = self.bound()
             if kept := [place for place in held if bound[place] is None]:
@@ -313,7 +313,7 @@ class GradShard:
         """Returns the reference counts of gradients, local tensors, then storages."""
         return [*map(sys.getrefcount, self._watched), *map(_uses_of, self._storages)]
 
-    def held(self) -> list[int]:
+    def kept_places(self) -> list[int]:
         """Returns the places for which the program holds more than the bound gradient."""
         # In a steady step the counts equal the initial ones, and nothing else is compared.
         counts, size = self._counts(), self.count
@@ -344,7 +344,7 @@ class GradShard:
         """
         if self._told is not None or self._brought is not None:  # of a reduction not yet joined
             self.decide()
-        if self.hooked:
+        if self.awaiting_hooks:
             self.run_hooks()
         self._part_with_kept(reader)
         self.judged.clear()
@@ -406,7 +406,7 @@ class GradShard:
             if self._gradient_of(param) is not self.own[place]:
                 setattr(param, self.attribute, self.own[place])
             if param._post_accumulate_grad_hooks:
-                self.hooked.append(param)
+                self.awaiting_hooks.append(param)
 
     def run_hooks(self) -> None:
         """Runs the program's hooks on the gradients bound since the last call.
@@ -415,7 +415,7 @@ class GradShard:
         runs them after its reduction, too. A hook may raise: its reduction is over, and the
         remaining hooks do not run, as in plain torch.
         """
-        hooked, self.hooked = self.hooked, []
+        hooked, self.awaiting_hooks = self.awaiting_hooks, []
         for param in hooked:
             if self._brought is not None:
                 self._brought.wait_on_host()
@@ -441,7 +441,7 @@ class GradShard:
 
     def unbind(self) -> None:
         """Sets the gradients of all parameters to None."""
-        self._told, self.hooked = None, []
+        self._told, self.awaiting_hooks = None, []
         for param in self.params:
             setattr(param, self.attribute, None)
 
@@ -565,7 +565,7 @@ class GradShard:
         # The program may have swapped gradients, in this model or between two, so memory that is
         # about to be overwritten may be another parameter's new gradient.
         if not self._is_persistent:
-            if places := {place for place, _ in foreign}.intersection(self.held()):
+            if places := {place for place, _ in foreign}.intersection(self.kept_places()):
                 self._part_with(sorted(places), self.current_stream())
         elif shared := [place for place, grad in foreign if _is_slice(local_of(grad))]:
             raise ForeignParameterError(

@@ -184,7 +184,7 @@ def replaced_by(params: Iterable[torch.Tensor]) -> list[FSDPParam]:
     return [p for p in _known.values() if new & set(map(id, p.registered()))] if new else []
 
 
-def is_replaced(param: torch.Tensor) -> bool:
+def is_claimed(param: torch.Tensor) -> bool:
     """Returns whether `fully_shard` has replaced this parameter by a sharded one."""
     return CLAIM in param.__dict__
 

@@ -92,8 +92,9 @@ class Unit:
             direction.
         max_reductions: reductions that may be in flight; None for the default.
         partner: the context whose streams and staging to share once this unit is a root.
-        held: a forward with grad enabled leaves the parameters unsharded, because the program has
-            unsharded them and waited, or because no output can tell when backward begins.
+        stays_unsharded: a forward with grad enabled leaves the parameters unsharded, because the
+            program has unsharded them and waited, or because no output can tell when backward
+            begins.
         is_asleep: the memory of its shards is released (`features/sleep.py`).
         is_called_around: a call of one of its submodules is running outside the unit's forward. It
             may call forward, and needs the parameters afterwards.
@@ -125,7 +126,7 @@ class Unit:
         self.backward_prefetch: list[Unit] = []
         self.max_reductions: int | None = None
         self.partner: CommContext | None = None
-        self.held = self.is_asleep = False
+        self.stays_unsharded = self.is_asleep = False
         self.is_called_around = False
         self.context: RootContext | None = None
         self._lazy_init = lazy_init
@@ -328,7 +329,7 @@ class Unit:
                     # cannot look into the object that contains the outputs.
                     if not begins:
                         is_trained = any(True in group.trainable for group in self.groups)
-                        self.held |= is_trained or self.outstanding > 0
+                        self.stays_unsharded |= is_trained or self.outstanding > 0
             if not recomputing and module not in self.running:
                 self.waiting_modules.discard(module)
                 if not self.waiting_modules:
@@ -337,7 +338,7 @@ class Unit:
                         self._refuse_outputs_in_parameters(output)
                         for group in self.groups:
                             group.reshard_after_forward()
-                    elif after is AfterForward.HIDE:
+                    elif after is AfterForward.SHOW_SHARDED:
                         self.show_sharded()
             before = None
             if begins and not recomputing:
@@ -455,7 +456,7 @@ class Unit:
             # Another call's backward may be open on another stream. A retained graph may read the
             # parameters when no hook unshards them: one that a backward has created, or one past
             # the outputs of this unit.
-            is_read_again = context.reads_again or (self.held and context.retains_graph)
+            is_read_again = context.reads_again or (self.stays_unsharded and context.retains_graph)
             keep = again or is_read_again or self.open or context.participation
             streams = context.comm_ctx.streams
             stream = streams.current()
@@ -490,7 +491,8 @@ class Unit:
         stream = comm_ctx.streams.current()
         for grads in self.grad_groups:
             grads.group.wait_for_unshard()
-            if grads.hooked is not grads.group.trainable:  # others train, or they are new objects
+            # Others train now, or they are new objects.
+            if grads.hooks_made_for is not grads.group.trainable:
                 grads.hook()
             # Gradients that arrived on the former pack stream have recorded no event, so keep that
             # stream.
@@ -499,7 +501,7 @@ class Unit:
 
     def reshard(self, *, drop_kept: bool = False) -> None:
         """Reshards every group; see `ParamGroup.reshard`."""
-        self.held = self.is_called_around = False
+        self.stays_unsharded = self.is_called_around = False
         for group in self.groups:
             group.reshard(drop_kept=drop_kept)
 
@@ -572,7 +574,8 @@ class AfterForward(Enum):
     """What becomes of a unit's parameters after its forward."""
 
     RESHARD = auto()
-    HIDE = auto()  # keep the memory for backward; the rest of the forward sees sharded parameters
+    # Keep the memory for backward; the rest of the forward sees sharded parameters.
+    SHOW_SHARDED = auto()
     KEEP = auto()
 
 
@@ -683,7 +686,7 @@ class RootContext(ReductionScheduler):
         free = []
         for grads in self.grad_groups:
             shard = grads.shard
-            if shard is not None and shard.memory is GradMemory.HELD and shard.are_absent():
+            if shard is not None and shard.memory is GradMemory.FREEABLE and shard.are_absent():
                 free.append(shard)
         if not free or self.in_flight:
             return
@@ -758,21 +761,21 @@ class RootContext(ReductionScheduler):
         """
         is_kept = self.participation is not None or unit.is_called_around
         # The program has called `unshard()`, and also reads the parameters after forward.
-        is_held = unit.held and torch.is_grad_enabled()
+        is_held = unit.stays_unsharded and torch.is_grad_enabled()
         if is_kept or is_held or self.reads_again:
             return AfterForward.KEEP
         # An evaluation may come before a backward that cannot gather them again.
-        reshards, hides = unit.reshard_after_forward, unit.held
+        reshards, shows_sharded = unit.reshard_after_forward, unit.stays_unsharded
         if reshards is None:
             reshards = unit is not self.root
             # Backward begins with the unit that ran last in the recorded forward. Only on the CPU:
             # on a device the peak is often at the loss, and the all-gather overlaps with the
             # backward of the head.
             is_last = self._order_frozen and unit in self._order[-1:]
-            hides |= is_last and self.comm_ctx.gather_ring.keeps and torch.is_grad_enabled()
+            shows_sharded |= is_last and self.comm_ctx.gather_ring.keeps and torch.is_grad_enabled()
         if not reshards:
             return AfterForward.KEEP
-        return AfterForward.HIDE if hides else AfterForward.RESHARD
+        return AfterForward.SHOW_SHARDED if shows_sharded else AfterForward.RESHARD
 
     def leave_forward(self, unit: Unit) -> None:
         """Closes the forward that `unit` opened, and drops prefetched parameters that were not
@@ -791,7 +794,9 @@ class RootContext(ReductionScheduler):
                         group.reshard_after_forward()
                     group.cancel_unshard()
             # After an evaluation, losses, clipping and optimizers find sharded parameters.
-            if not torch.is_grad_enabled() and not (each.held or each.is_called_around or is_kept):
+            if not torch.is_grad_enabled() and not (
+                each.stays_unsharded or each.is_called_around or is_kept
+            ):
                 each.show_sharded()
         self.comm_ctx.shards_read.wait_on_host()
 
@@ -811,7 +816,7 @@ class RootContext(ReductionScheduler):
                 if unit.running:  # a forward differentiates a part of the model
                     continue
                 unit.forget_calls()
-                is_kept = self.reads_again or (unit.held and self.retains_graph)
+                is_kept = self.reads_again or (unit.stays_unsharded and self.retains_graph)
                 if unit.reshard_after_backward and not is_kept:
                     settings = unit.reductions
                     # If no gradients wait, an update follows, which torch may not count.

@@ -101,8 +101,8 @@ def sleep(
         if level > 1:
             context.quiesce()
             # The program may still hold a gradient whose parameter has none.
-            kept = [gradient.flat for gradient in gradients if gradient.held()]
-            lost = [gradient.flat for gradient in gradients if not gradient.held()]
+            kept = [gradient.flat for gradient in gradients if gradient.kept_places()]
+            lost = [gradient.flat for gradient in gradients if not gradient.kept_places()]
             (kept if level == 2 else lost).extend(shards)
             kept, lost = list(filter(is_virtual, kept)), list(filter(is_virtual, lost))
             give_back(kept)  # a failure to save releases nothing

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
-from shardgrad.graphs.outputs import plain_tensors, storage_of, storages_of
+from shardgrad.graphs.outputs import plain_tensors, storage_ids, storage_of
 from shardgrad.ops.library import has_kernels
 from shardgrad.ops.virtual_memory import virtual_zeros
 
@@ -83,7 +83,7 @@ def frozen_values(
 
     restore_host()
     present = list(plain_tensors(tensor for _, tensor in state()))
-    known = storages_of(present)
+    known = storage_ids(present)
     others = [(name, tensor) for name, tensor in memory if storage_of(tensor) not in known]
     copies = _copies([*present, *(tensor for _, tensor in others)], device)
     of_first, of_again = (defaultdict[str, set[Hashable]](set) for _ in range(2))

@@ -149,7 +149,7 @@ class ModuleState(Capturable):
     def guards(self) -> Hashable:
         """See `Capturable`."""
         shards = self._shards()
-        if GradMemory.HELD in map(_MEMORY, shards):  # after an eager call
+        if GradMemory.FREEABLE in map(_MEMORY, shards):  # after an eager call
             for context in self._contexts:
                 context.free_gradients()
             self.at_eager_border()  # gradients that exist now: a capture would use their addresses
@@ -261,7 +261,7 @@ class ModuleState(Capturable):
     def at_eager_border(self) -> None:
         """See `Capturable`."""
         for shard in self._shards():
-            if shard.memory is GradMemory.HELD and not shard.are_absent():
+            if shard.memory is GradMemory.FREEABLE and not shard.are_absent():
                 shard.memory = GradMemory.FIXED
 
     def before_replays(self) -> Callable[[], bool]:
@@ -272,12 +272,14 @@ class ModuleState(Capturable):
         def note(shard: GradShard, before: list[int], places: list[int]) -> None:
             overwritten[shard].update(places)
             # What only the step keeps is gone after it, but each replay would overwrite it.
-            if not set(places).isdisjoint(set(shard.held()).difference(before)):
+            if not set(places).isdisjoint(set(shard.kept_places()).difference(before)):
                 raise CaptureAgain(KEPT)
 
         for shard in self._shards():
-            shard.on_overwrite = partial(note, shard, shard.held())
-        return lambda: all(each.isdisjoint(shard.held()) for shard, each in overwritten.items())
+            shard.on_overwrite = partial(note, shard, shard.kept_places())
+        return lambda: all(
+            each.isdisjoint(shard.kept_places()) for shard, each in overwritten.items()
+        )
 
     def _shards(self) -> list[GradShard]:
         return [each.shard for each in self._grad_groups if each.shard is not None]

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from shardgrad.errors import StepInputError
 from shardgrad.graphs.closed_over import NUMBERS
-from shardgrad.graphs.outputs import plain_tensors, storage_of, storages_of
+from shardgrad.graphs.outputs import plain_tensors, storage_ids, storage_of
 from shardgrad.graphs.reads import Reads
 
 _LEAVES = (torch.Tensor, *NUMBERS, type(None))  # the most frequent leaves
@@ -204,7 +204,7 @@ class InputBuffers:
         """
         if not self._written:
             return
-        overwritten = storages_of(tree_leaves(outputs))
+        overwritten = storage_ids(tree_leaves(outputs))
         for index in self._written:
             given = inputs.tensors[index].detach()  # autograd does not continue across calls
             if given.device == self._device and storage_of(given) not in overwritten:

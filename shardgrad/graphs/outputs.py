@@ -47,10 +47,10 @@ def apart_from(state: Iterable[torch.Tensor], outputs: Any) -> Any:
     Streams: the current one.
     Capture: safe.
     """
-    taken = storages_of(state)
+    taken = storage_ids(state)
 
     def copied(leaf: torch.Tensor) -> torch.Tensor:
-        is_of_state = taken & storages_of([leaf]) or any(map(is_slice, plain_tensors([leaf])))
+        is_of_state = taken & storage_ids([leaf]) or any(map(is_slice, plain_tensors([leaf])))
         return leaf.clone() if is_of_state else leaf
 
     return tree_map_only(torch.Tensor, copied, outputs)
@@ -64,7 +64,7 @@ def storage_of(tensor: torch.Tensor) -> int:
         return 0
 
 
-def storages_of(values: Iterable[Any]) -> set[int]:
+def storage_ids(values: Iterable[Any]) -> set[int]:
     """Returns the identities of the storages of all tensors among the values."""
     return set(map(storage_of, plain_tensors(values)))
 

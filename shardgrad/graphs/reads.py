@@ -37,8 +37,8 @@ from shardgrad.graphs.outputs import (
     is_of_host,
     is_slice,
     plain_tensors,
+    storage_ids,
     storage_of,
-    storages_of,
 )
 from shardgrad.graphs.pool import GraphPool
 
@@ -97,8 +97,8 @@ class Reads(TorchDispatchMode):
         # Storages that operations of the block created. While a weak reference exists, no other
         # storage, such as one that is created without an operation, gets the same identity.
         self._made: dict[int, StorageWeakRef] = {}
-        self._inputs = storages_of(inputs)
-        self._state = self._inputs | storages_of(state)
+        self._inputs = storage_ids(inputs)
+        self._state = self._inputs | storage_ids(state)
         self._generators = generators
         # Storages that existed before the block. Those on a device, with a description and the
         # address; and those that the block writes, with the name of the place.
@@ -118,7 +118,7 @@ class Reads(TorchDispatchMode):
                 address = address_of(value)
                 self._before[place.where] = place, ref(value), address
                 if id(value) not in self._given:  # whose addresses are guards
-                    for storage in storages_of([value]):
+                    for storage in storage_ids([value]):
                         self._candidates[storage].append((place, address))
 
     @classmethod
@@ -220,7 +220,7 @@ class Reads(TorchDispatchMode):
             if not isinstance(leaf, torch.Tensor) or not leaf.requires_grad or not leaf.is_leaf:
                 return
             # A tensor that the block made, or of the state or the inputs, is none of the program's.
-            if storages_of([leaf]) - self._state <= self._made.keys():
+            if storage_ids([leaf]) - self._state <= self._made.keys():
                 return
         if id(param) not in self._given:
             raise CaptureError(
@@ -270,7 +270,7 @@ class Reads(TorchDispatchMode):
                     fix="schedule.step() after the call; return a tensor, and append it there",
                 )
         for place in self.places:
-            if self._inputs & storages_of([place.found()]):
+            if self._inputs & storage_ids([place.found()]):
                 raise CaptureError(
                     f"it stores an argument in {place.name}, and reads it in the next call",
                     fix=f"{place.name}.copy_(...), or pass it as an argument",
@@ -287,7 +287,7 @@ class Reads(TorchDispatchMode):
             if former() is not value:
                 left.append(place.assignment())
                 # A replay assigns the same tensor, so it must still be where the block took it.
-                for storage in storages_of([value]) - self._made.keys():
+                for storage in storage_ids([value]) - self._made.keys():
                     for source, found in self._candidates[storage]:
                         self.places.setdefault(source, (found, host_value(value)))
             elif address_of(value) != address:

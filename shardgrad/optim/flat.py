@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from shardgrad.engine.param_group import FSDPParam, ParamGroup, is_replaced, managed_by
+from shardgrad.engine.param_group import FSDPParam, ParamGroup, is_claimed, managed_by
 from shardgrad.engine.replaced_params import adopt_given
 from shardgrad.engine.streams import is_capturing, streams_for, wait_for_device
 from shardgrad.engine.tracing import outside_graphs
@@ -219,7 +219,7 @@ class FlatOptimizer(Optimizer):
                 "its shard is a tensor subclass (fsdp_pre_all_gather)",
                 "use torch.optim for it",
             )
-        if is_replaced(param):
+        if is_claimed(param):
             raise self._cannot_update(
                 name,
                 "fully_shard has replaced it",

@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardgrad.engine.grad_shard import GradShard
-from shardgrad.engine.param_group import FSDPParam, ParamGroup, is_replaced
+from shardgrad.engine.param_group import FSDPParam, ParamGroup, is_claimed
 from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import CaptureError, GradientError, OptimizerParameterError
 from shardgrad.ops.segments import Row, segment_rows
@@ -388,7 +388,7 @@ class PlainSegment(_Segment):
     def _require_in_use(self) -> None:
         """Refuses a parameter that is no longer part of the model: it would not be trained."""
         param, got = self.params[0], ""
-        if is_replaced(param):
+        if is_claimed(param):
             got = "the parameter from before fully_shard, which has replaced it"
         elif not self.has_data:
             got = "a parameter on the meta device, which model.to_empty() has replaced"

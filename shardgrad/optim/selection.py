@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardgrad.engine.grad_shard import GradShard
-from shardgrad.engine.param_group import FSDPParam, ParamGroup, fsdp_param_of, is_replaced
+from shardgrad.engine.param_group import FSDPParam, ParamGroup, fsdp_param_of, is_claimed
 from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import OptimizerParameterError
 from shardgrad.optim.state import local_tensor
@@ -115,7 +115,7 @@ def select(params: Iterable[torch.Tensor]) -> Gradients:
         managed = fsdp_param_of(param)
         if managed is not None:
             by_group.setdefault(managed.group, {})[managed] = None
-        elif is_replaced(param):
+        elif is_claimed(param):
             raise OptimizerParameterError(
                 "fully_shard has replaced a parameter whose gradient was asked for",
                 expected="the model's parameters after the last fully_shard",

@@ -13,7 +13,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from shardgrad.engine.param_group import CLAIM, IGNORED, FSDPParam, Owner, is_replaced, managed_by
+from shardgrad.engine.param_group import CLAIM, IGNORED, FSDPParam, Owner, is_claimed, managed_by
 from shardgrad.engine.unit import Unit, unit_of, units_under
 from shardgrad.errors import (
     AlreadyShardedError,
@@ -167,7 +167,7 @@ def params_under(
 
 def _is_tied(module: nn.Module, attribute: str) -> bool:
     param: Any = module._parameters[attribute]
-    return is_replaced(param) and attribute not in module.__dict__.get(IGNORED, ())
+    return is_claimed(param) and attribute not in module.__dict__.get(IGNORED, ())
 
 
 def _refuse_claimed(name: str, param: nn.Parameter) -> None:
