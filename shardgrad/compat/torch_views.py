@@ -82,6 +82,15 @@ class _GroupView:
             self._unit.set_reshard_after_forward(mesh_info is not None)
 
     @property
+    def reshard_after_backward(self) -> bool:
+        """What `set_reshard_after_backward` sets; tiled layers turn it off between their tiles."""
+        return self._unit.reshard_after_backward
+
+    @reshard_after_backward.setter
+    def reshard_after_backward(self, flag: bool) -> None:
+        self._unit.reshard_after_backward = flag
+
+    @property
     def pre_backward(self) -> Callable[..., None]:
         """The function that runs before the unit's backward; tools may assign a wrapper of it."""
         return self._unit.pre_backward

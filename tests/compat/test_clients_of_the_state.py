@@ -14,6 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_init import _get_post_forward_mes
 from torch.distributed.tensor import DTensor
 
 import shardgrad
+from shardgrad.engine.unit import unit_of
 from tests.support.ranks import on_ranks
 
 T = TypeVar("T")
@@ -113,3 +114,15 @@ def test_verl_changes_resharding_of_every_unit_by_torchs_own_function() -> None:
         model(torch.ones(2, 4))
         sharded = {isinstance(param, DTensor) for param in model.parameters()}
         assert sharded == {reshard_after_forward}
+
+
+@on_ranks(2)
+def test_tiles_keep_their_unit_unsharded_by_the_flag_of_its_group() -> None:
+    model = shardgrad.fully_shard(nn.Linear(4, 4))
+    group = torch.distributed.fsdp.fully_shard.state(model)._fsdp_param_group
+    for flag in (False, True):
+        group.reshard_after_backward = flag
+        model(torch.ones(2, 4)).sum().backward()
+        unit = unit_of(model)
+        assert unit is not None
+        assert (unit.groups[0].is_filled, group.reshard_after_backward) == (not flag, flag)

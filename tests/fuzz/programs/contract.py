@@ -114,6 +114,9 @@ class State:
         if do == "partial":
             if not (self._is_quiet and op.n < len(model.blocks)):
                 return False
+            # Before the root has run, a block is a root of its own, and reduces nothing of others.
+            if self._waiting and not self._ran:
+                return False
             # What it shares with others belongs to the root.
             is_shared = any(op.n in tie for tie in model.ties)
             if is_shared or op.n in model.several or not model.blocks[op.n].unit:

@@ -13,7 +13,7 @@ from functools import partialmethod
 from typing import Any
 from unittest import mock
 
-from shardgrad.engine import collect
+from shardgrad.engine import managed_params
 from shardgrad.engine.grad_group import GradGroup
 from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param_group import ParamGroup, managed_by
@@ -123,13 +123,13 @@ def _ties_in_the_order_of_a_set() -> Iterator[Patch]:
     """Parameters that units share went up to the root in the order of a set, another one on each
     rank.
     """
-    tied_under, addresses = collect.tied_under, random.SystemRandom()
+    tied_under, addresses = managed_params.tied_under, random.SystemRandom()
 
     def in_any_order(roots: Any) -> Any:
         tied = list(tied_under(roots))
         return addresses.sample(tied, len(tied))
 
-    yield mock.patch.object(collect, "tied_under", in_any_order)
+    yield mock.patch.object(managed_params, "tied_under", in_any_order)
 
 
 def _written_gradients_are_lost() -> Iterator[Patch]:
