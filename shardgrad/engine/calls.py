@@ -30,9 +30,10 @@ def forward_around(module: nn.Module, unit: Unit, reader: nn.Module | None = Non
     """
     is_other = reader is not None
     reader = module if reader is None else reader
-    # For each call outside the unit's forward, whether it has unsharded; the innermost last. A call
-    # that raises leaves its entry, because `after` does not run.
-    calls: list[bool] = []
+    # For each call outside the unit's forward, whether it has unsharded, the copies of the call
+    # around it, and its own; the innermost last. A call that raises leaves its entry, because
+    # `after` does not run.
+    calls: list[tuple[bool, list[Any], list[Any]]] = []
     is_hooked = False
     # The dtypes of the inputs of those calls that backward may repeat.
     repeated: set[tuple[torch.dtype, ...]] = set()
@@ -62,35 +63,40 @@ def forward_around(module: nn.Module, unit: Unit, reader: nn.Module | None = Non
         # The unit's forward has to clear a backward that was cut short.
         is_cut_short = context is not None and context.backward_running
         gathers = is_cut_short or owner.state is not UNSHARDED
-        if gathers:  # no other call is open, or it would have unsharded
-            unit.copies.clear()
-        calls.append(gathers)
         if not is_hooked:  # only now, since a call inside the unit's forward needs no hook
             reader.register_forward_hook(after, prepend=is_other)
             is_hooked = True
-        if not gathers:
-            return unit.cast_inputs(args, kwargs)
+        outer, unit.copies = unit.copies, []
         try:
+            if not gathers:
+                return unit.cast_inputs(args, kwargs)
             return unit.pre_forward(unit.modules[0], args, kwargs)
         finally:
-            # Leave nothing open in case this or the call raises.
-            unit.running.clear()
-            unit.is_called_around = True
-            if unit.context is not None and unit.context.forward_root is unit:
-                unit.context.forward_root = None
+            calls.append((gathers, outer, unit.copies))
+            if gathers:
+                # Leave nothing open in case this or the call raises.
+                unit.running.clear()
+                unit.is_called_around = True
+                if unit.context is not None and unit.context.forward_root is unit:
+                    unit.context.forward_root = None
 
     def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if unit.running:
             return None
-        if calls and graph_task() == -1:
-            if calls.pop():
-                unit.is_called_around = False
-                if unit.context is not None and unit.context.forward_root is None:
-                    unit.context.forward_root = unit
-                return unit.post_forward(unit.modules[0], args, output)
+        if not calls or graph_task() != -1:
+            unit.return_copies()
+            return None
+        gathered, outer, unit.copies = calls.pop()
+        if gathered:
+            unit.is_called_around = False
+            if unit.context is not None and unit.context.forward_root is None:
+                unit.context.forward_root = unit
+            output = unit.post_forward(unit.modules[0], args, output)
+        else:
             unit.watch_call(output)  # another call's backward may reshard the parameters
-        unit.return_copies()
-        return None
+            unit.return_copies()
+        unit.copies = outer
+        return output
 
     # Runs before the program's hooks, but inside those of the reader's own unit, if it has one.
     reader.register_forward_pre_hook(before, prepend=not is_other, with_kwargs=True)

@@ -193,6 +193,8 @@ class Unit:
             context = self.context or self._lazy_init(self)
             recorder.unit = self.name
             if not recomputing:
+                if not self.running:
+                    self.copies = []  # not those of a call that raised
                 self.running.append(module)
                 if context.forward_root in (None, self):
                     args, kwargs = context.enter_forward(self, args, kwargs)

@@ -154,6 +154,34 @@ def test_a_part_writes_to_its_arguments_and_returns_what_it_likes(engine: Engine
     return train(engine, model, loss=lambda number: engine.loss(model.forward, number, 5))
 
 
+class Notes(nn.Linear):
+    """Notes in a list that the part inside of it has run."""
+
+    def __init__(self, inner: Callable[..., Tensor]) -> None:
+        super().__init__(4, 4)
+        vars(self)["inner"] = inner  # registered elsewhere
+
+    def forward(self, x: Tensor, told: list[Any]) -> Tensor:
+        y = self.inner(x, [x])
+        told.append("inside")
+        return super().forward(y)
+
+
+@on_ranks(1)
+def test_what_a_part_writes_reaches_its_caller_whatever_other_calls_write_or_raise() -> None:
+    inner = Notes(lambda x, _: x)
+    model = shardgrad.fully_shard(nn.Sequential(inner, Notes(inner)))
+    x = torch.ones(2, 4, requires_grad=True)
+    failed: list[Any] = [x]
+    for _ in range(2):
+        told: list[Any] = [x]
+        with suppress(RuntimeError):
+            inner(x[:, 1:], failed)
+        failed[:] = ["by the program"]
+        model[1](x, told)
+        assert (told[1:], failed) == (["inside"], ["by the program"])
+
+
 class Forgiving(nn.Linear):
     """Calls itself, and goes on if that fails."""
 
