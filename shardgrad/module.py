@@ -20,7 +20,7 @@ from shardgrad.engine.calls import like_forward
 from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.lazy_init import lazy_init
 from shardgrad.engine.tracing import outside_graphs
-from shardgrad.engine.unit import UNIT, Unit, units_under
+from shardgrad.engine.unit import UNIT, Unit, require_awake, units_under
 from shardgrad.errors import (
     DeepcopyError,
     EngineError,
@@ -91,7 +91,7 @@ def _refuse_deepcopy(self: nn.Module, memo: Any) -> NoReturn:
 def _start_unshard(unit: Unit) -> CommContext:
     """Starts the all-gather of a unit's parameters as they are now, after the current stream."""
     context = lazy_init(unit)
-    context.require_awake()
+    require_awake(context.units)
     unit.refresh()
     context.parameters_written()
     unit.unshard(context.comm_ctx)

@@ -280,7 +280,7 @@ class GradShard:
 
         The program reads them on `reader`. A capture tells which places its replays overwrite.
         """
-        if self._is_persistent or not self.has_memory:
+        if self._is_persistent or self.memory is GradMemory.NONE:
             return
         if self.is_captured:
             self.on_overwrite([i for i, grad in enumerate(self.bound()) if grad is None])
@@ -363,7 +363,7 @@ class GradShard:
                 self.flags.zero_()
                 self.flagged = [False] * self.count
         # Allocated only now, so that it is not part of the peak at the loss.
-        if not self.has_memory:
+        if self.memory is GradMemory.NONE:
             with streams.on(pack_stream):
                 self.allocate(zeroed=False)
             streams.order(pack_stream, streams.current())

@@ -410,7 +410,7 @@ class Unit:
             context.participation.gather_through(None)
         # Autograd does not report the start of a backward: the engine's first hook marks it.
         if not context.backward_running or context.callback() is None:
-            context.require_awake()
+            require_awake(context.units)
             context.begin_backward(in_autograd=True)
         task = graph_task()
         # The hook runs for each output of the call, and a retained graph has several backwards.
@@ -614,7 +614,7 @@ class RootContext(ReductionScheduler):
         Streams: later all-gathers wait for the current stream, where the optimizer wrote the
         parameters.
         """
-        self.require_awake()
+        require_awake(self.units)
         # Only for programs that call `torch.cuda.graph` themselves: `graphed_step` quiesces before.
         if self.crosses_border():
             # A capture cannot wait for events recorded outside of it.
@@ -673,10 +673,6 @@ class RootContext(ReductionScheduler):
             if grads.shard is not None:
                 grads.shard.look(is_captured=is_captured)
         return True
-
-    def require_awake(self) -> None:
-        """Refuses to use shards whose memory is released; see the function."""
-        require_awake(self.units)
 
     def free_gradients(self) -> None:
         """Frees gradient memory whose gradients are None: [Note: Memory of gradients].

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardgrad.engine.param_group import UNSHARDED, FSDPParam, fsdp_param_of
+from shardgrad.engine.unit import require_awake
 from shardgrad.errors import MetaParameterError, UnsupportedParameterError
 from shardgrad.features.root_of import root_of
 from shardgrad.sharding.dtensor import local_of
@@ -71,7 +72,7 @@ def export_table(model: nn.Module) -> dict[str, ExportedParameter]:
             parallelism, or is neither sharded nor contiguous.
     """
     context = root_of(model, "export_table")
-    context.require_awake()
+    require_awake(context.units)
     for each in context.units:
         # Not between a forward and its backward.
         if any(group.state is not UNSHARDED for group in each.groups):

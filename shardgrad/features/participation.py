@@ -27,7 +27,7 @@ from torch import nn
 
 from shardgrad.engine.grad_group import GradGroup
 from shardgrad.engine.param_group import graph_task
-from shardgrad.engine.unit import RootContext, Unit
+from shardgrad.engine.unit import RootContext, Unit, require_awake
 from shardgrad.errors import ParticipationError
 from shardgrad.features.root_of import root_of
 
@@ -148,7 +148,7 @@ class _Participation:
 def _join_rest(context: RootContext, here: _Participation) -> None:
     """Joins the collectives that this rank has not run: all-gathers first, then reductions."""
     if here.count == 0:
-        context.require_awake()
+        require_awake(context.units)
         context.take_over_changes()
         context.parameters_written()
     context.participation = here  # which a forward that has failed has cleared

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardgrad.engine.unit import RootContext
+from shardgrad.engine.unit import RootContext, require_awake
 from shardgrad.errors import OptionError
 from shardgrad.features.root_of import root_of
 from shardgrad.ops.virtual_memory import bring_back, give_back, is_virtual, require_virtual
@@ -74,7 +74,7 @@ def sleep(
     """
     context = root_of(model, "sleep")
     sleepers = _sleepers_in(pool, optimizer, level=level)
-    context.require_awake()
+    require_awake(context.units)
     if level > 1 and context.forward_root is not None:
         raise OptionError(
             "sleep() would release the weights that a forward is using",
@@ -158,7 +158,7 @@ def _refuse_reads(context: RootContext) -> list[Callable[[], Any]]:
     """
 
     def refuse(*_: Any, **__: Any) -> None:
-        context.require_awake()
+        require_awake(context.units)
 
     undo: list[Callable[[], Any]] = []
     for unit in context.units:

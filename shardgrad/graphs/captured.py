@@ -15,7 +15,7 @@ from operator import call
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_unflatten
+from torch.utils._pytree import tree_unflatten
 
 from shardgrad.engine.streams import wait_for_device
 from shardgrad.graphs.capturable import KEPT, Capturable
@@ -50,7 +50,7 @@ class CapturedStep:
     """
 
     reads: Reads
-    outputs: tuple[list[torch.Tensor | None], TreeSpec]
+    outputs: tuple[list[torch.Tensor | None], Any]
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ from shardgrad.engine.grad_shard import GradMemory, GradShard
 from shardgrad.engine.param_group import SHARDED, Registration, fsdp_param_of
 from shardgrad.engine.replaced_params import adopt
 from shardgrad.engine.streams import is_capturing
-from shardgrad.engine.unit import RootContext, units_under
+from shardgrad.engine.unit import RootContext, require_awake, units_under
 from shardgrad.errors import CaptureError
 from shardgrad.graphs.capturable import KEPT, Capturable, CaptureAgain, capturable, nothing
 from shardgrad.graphs.closed_over import ADDRESS
@@ -241,7 +241,7 @@ class ModuleState(Capturable):
         """See `Capturable`."""
         self._with_memory = None
         for context in self._contexts:
-            context.require_awake()
+            require_awake(context.units)
         self._follow()
         for group in self._groups:
             if group.in_flight or group.state is not SHARDED:
