@@ -20,6 +20,7 @@ from tests.support.ranks import Ranks
 
 BF16_REDUCED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 FP32_REDUCED_IN_BF16 = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+FP16 = MixedPrecisionPolicy(param_dtype=torch.float16)
 
 
 def train_and_compare_distance(shard: dict[str, Any], fraction: float, **options: Any) -> None:
@@ -57,6 +58,11 @@ def test_bf16_reduction_stays_within_bf16_rounding_of_fsdp2(
         micro_batches=micro_batches,
         sync_each=sync_each,
     )
+
+
+def test_fp16_reduction_stays_within_fp16_rounding_of_fsdp2(two_ranks: Ranks) -> None:
+    # As for bf16, with 2^-11 a rounding.
+    two_ranks.run(train_and_compare_distance, {"mp_policy": FP16}, 2**-6)
 
 
 def test_fp32_on_four_ranks_differs_from_fsdp2_only_by_the_order_of_sums(four_ranks: Ranks) -> None:
