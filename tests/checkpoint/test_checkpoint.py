@@ -176,6 +176,16 @@ def test_a_checkpoint_may_take_the_place_of_the_folder_one_is_in(
     assert number_in(tmp_path / "here") == 1
 
 
+def test_a_path_through_links_means_what_the_system_takes_it_for(tmp_path: Path) -> None:
+    (tmp_path / "disk" / "runs").mkdir(parents=True)
+    (tmp_path / "runs").symlink_to(tmp_path / "disk" / "runs")
+    (tmp_path / "newest").symlink_to(tmp_path / "disk" / "c")
+    for number, path in enumerate(("runs/../a", "newest")):
+        checkpoint.save(small(number), tmp_path / path)
+        assert number_in(tmp_path / path) == number
+    assert {path.name for path in (tmp_path / "disk").iterdir()} == {"a", "c", "runs"}
+
+
 def test_a_name_that_is_taken_is_left_alone(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")

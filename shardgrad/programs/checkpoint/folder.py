@@ -51,8 +51,7 @@ def published(final: Path) -> Iterator[Path]:
             into the folder that it is in.
         OSError: the folder cannot be created, or given its name.
     """
-    # abspath, not resolve, which would follow links; "." has no name that a suffix can be added to.
-    final = Path(os.path.abspath(final))
+    final = Path(os.path.realpath(final))  # "." has no name that a suffix can be added to
     if any(final.iterdir()) if final.is_dir() else final.exists():
         raise CheckpointError(
             f"{printable(final)} already exists",

@@ -78,8 +78,8 @@ def save(
 
     def write() -> tuple[list[WriteResult], Manifest]:
         """Writes what this rank was told to."""
-        # abspath raises if this rank's working directory is gone, which all ranks need to hear of.
-        writer.reset(Path(os.path.abspath(folder)).with_name(name))
+        # This raises if this rank's working directory is gone, which all ranks need to hear of.
+        writer.reset(Path(os.path.realpath(folder)).with_name(name))
         planner.finish_plan(part)
         return writer.write_data(part, planner).wait(), files.sums
 
