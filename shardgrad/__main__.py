@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
+from types import FrameType
 
 from shardgrad.errors import PartnerUnavailableError
 from shardgrad.programs.extras import require
@@ -12,18 +14,23 @@ from shardgrad.programs.extras import require
 
 def main() -> None:
     """Runs the command line, or names the extra that it needs and exits with status 2."""
+    # Until a command has something to clean up: `import torch` may lose a KeyboardInterrupt, or
+    # abort.
+    signal.signal(signal.SIGINT, _end)
     try:
         require("click", "rich", "numpy", feature="the command line")
     except PartnerUnavailableError as error:
         print(f"shardgrad: {error.what}: {error.fix}", file=sys.stderr)
         sys.exit(2)
     _write_what_can_be_written()
-    try:
-        from shardgrad.programs.cli import main as command_line
-    except KeyboardInterrupt:
-        print("shardgrad: interrupted.", file=sys.stderr)
-        sys.exit(130)
+    from shardgrad.programs.cli import main as command_line
+
     command_line(prog_name="shardgrad")
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    os.write(2, b"shardgrad: interrupted.\n")
+    os._exit(130)
 
 
 def _write_what_can_be_written() -> None:

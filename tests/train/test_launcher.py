@@ -87,6 +87,30 @@ print(prepare({}, resume=Path(sys.argv[1])).ranks, "torch" in sys.modules)
     assert done.stdout == "2 False\n", done.stderr
 
 
+def test_ctrl_c_before_there_are_ranks_ends_the_run_at_once(tmp_path: Path) -> None:
+    """An import may drop the exception that Ctrl-C usually raises."""
+    code = """
+import os, signal, sys, time
+from contextlib import suppress
+from torch.distributed.launcher import api
+from shardgrad.__main__ import main
+
+def begun(*_):
+    with suppress(BaseException):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+
+api.elastic_launch = lambda *_: begun
+main()
+"""
+    done = run(
+        [sys.executable, "-c", code, "train", "--run-dir", tmp_path / "run"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        timeout_s=60,
+    )
+    assert (done.returncode, done.stderr) == (130, "shardgrad: interrupted.\n")
+
+
 @pytest.mark.parametrize(
     ("exitcode", "status", "words"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import tempfile
 from pathlib import Path
 
@@ -81,6 +82,7 @@ def export(path: Path, target: Path, only: str) -> None:
     """Verify a checkpoint and write its tensors as safetensors files into the new folder TARGET."""
     from shardgrad.programs.checkpoint import export_checkpoint
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which removes what is half written
     export_checkpoint(_checkpoint_in(path), target, only=only)
     click.echo(f"{printable(target)} is written.")
 

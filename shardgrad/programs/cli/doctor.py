@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import signal
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NoReturn
@@ -65,6 +66,7 @@ def _audit(target: str, ranks: int) -> NoReturn:
     function_named(target, flag="--audit")  # before PyTorch is imported, which takes seconds
     from shardgrad.programs.audit.audit import audit
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which ends the ranks
     passed, sentence = audit(target, ranks=ranks)
     click.echo(escaped(sentence))
     sys.exit(0 if passed else 1)

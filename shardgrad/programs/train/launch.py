@@ -94,8 +94,9 @@ def _old_run(given: Mapping[str, Any], folder: Path) -> TrainConfig:
 def launch_ranks(config: TrainConfig, *, resume: bool) -> int:
     """Trains in processes that torchrun's agent starts on this machine.
 
-    Ctrl-C reaches the ranks themselves; SIGTERM is forwarded to them, and they are killed if saving
-    takes over an hour. When a rank fails, the others are asked to stop, and killed after 30 s.
+    Ctrl-C reaches the ranks themselves, once they are there; SIGTERM is forwarded to them, and they
+    are killed if saving takes over an hour. When a rank fails, the others are asked to stop, and
+    killed after 30 s.
 
     Returns:
         The exit status. The ranks have said what happened; what a rank could not say, this has.
@@ -107,7 +108,11 @@ def launch_ranks(config: TrainConfig, *, resume: bool) -> int:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3600")
 
     import torch
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing import (
+        DefaultLogsSpecs,
+        LogsDest,
+        SignalException,
+    )
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -122,11 +127,19 @@ def launch_ranks(config: TrainConfig, *, resume: bool) -> int:
     # A new interpreter is started with -c, which puts the working directory first on sys.path: a
     # threading.py there would be imported for the standard library's.
     os.environ["PYTHONSAFEPATH"] = "1"
-    # Held back here and in new processes, which inherit that: no rank is interrupted before it has
-    # its handlers. The start of multiprocessing's tracker of resources changes the mask.
-    resource_tracker.ensure_running()
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    signal.signal(signal.SIGINT, lambda *_: None)
+
+    class Logs(DefaultLogsSpecs):
+        """No logs. What the agent asks for last, before it starts the ranks."""
+
+        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+            # Held back here and in new processes, which inherit that: no rank is interrupted before
+            # it has its handlers. The start of multiprocessing's tracker of resources changes the
+            # mask.
+            resource_tracker.ensure_running()
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+            signal.signal(signal.SIGINT, lambda *_: None)
+            return super().reify(envs)
+
     launch = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -135,7 +148,7 @@ def launch_ranks(config: TrainConfig, *, resume: bool) -> int:
         rdzv_endpoint="localhost:0",
         local_addr="localhost",
         max_restarts=0,
-        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+        logs_specs=Logs(log_dir=os.devnull),
         signals_to_handle="SIGTERM",
     )
     try:
