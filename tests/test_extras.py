@@ -145,10 +145,17 @@ def test_the_command_line_names_its_extra_in_one_sentence(
             "a safetensors file needs safetensors, which is not installed: pip install "
             "'shardgrad[safetensors]'",
         ),
+        (
+            "torch",
+            ["train"],
+            "shardgrad.programs.train.launch.logging.disable",
+            "torch is not installed: pip install torch",
+        ),
     ],
     ids=[
         "tensorboard",
         "safetensors",
+        "torch",
     ],
 )
 def test_a_missing_package_is_named_before_any_work(

@@ -31,7 +31,13 @@ LINES = [
     *("plan --mesh 2x1000000000000", "plan --mesh 2x999999"),
     *("train --precision fp16", "train --optimizer adamw", "train --graph on"),
     *("plan --mesh 3x4 --ranks 8", "plan --mesh 2x2x2", "plan --reshard-to 4 --stage 2"),
-    *("plan --precision bf16", "plan --batch-size 0", "plan --ranks 2000000", "plan --mfu 40"),
+    *(
+        "plan --precision bf16",
+        "plan --accumulate 2000",
+        "plan --batch-size 0",
+        "plan --ranks 2000000",
+        "plan --mfu 40",
+    ),
     *("train --override layers=2", "train --mesh 2x2", "train --config run.json"),
     *(
         "train --resume",

@@ -62,3 +62,10 @@ def test_what_the_store_or_a_collective_of_torch_raises_is_another_ranks_end() -
     failure = explain(caught.value)
     assert isinstance(failure, PeerLost)
     assert str(failure).startswith("Another rank exited, or did not respond within --timeout (")
+
+
+def test_a_network_interface_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nope")
+    with pytest.raises(RuntimeError) as caught:
+        dist.ProcessGroupGloo.create_device(interface="nope")
+    assert "GLOO_SOCKET_IFNAME=nope is no network interface" in str(explain(caught.value))

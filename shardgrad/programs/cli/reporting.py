@@ -26,7 +26,8 @@ def report(error: Exception) -> int:
     before = traceback.format_exception(error) if isinstance(failure, UnexpectedError) else ()
     for line in "".join([*before, f"shardgrad: {failure}"]).split("\n"):
         click.echo(escaped(line), err=True)
-    return 2 if isinstance(error, PartnerUnavailableError | OptionError) else failure.exit_status
+    is_usage = isinstance(error, PartnerUnavailableError | ModuleNotFoundError | OptionError)
+    return 2 if is_usage else failure.exit_status
 
 
 def _as_failure(error: Exception) -> TrainingError:
@@ -34,6 +35,8 @@ def _as_failure(error: Exception) -> TrainingError:
         return Interrupted("interrupted.")
     if isinstance(error, PartnerUnavailableError):
         return TrainingError(f"{error.what}: {error.fix}")
+    if isinstance(error, ModuleNotFoundError):
+        return TrainingError(f"{error.name} is not installed: pip install {error.name}")
     return TrainingError(str(error)) if isinstance(error, ShardgradError) else explain(error)
 
 

@@ -60,10 +60,11 @@ class Request:
         click.Choice(("none", "selective", "full")),
     )
 
-    # Beyond the limits, torch could not count the elements of an activation.
+    # Beyond the limits, torch could not count the elements of an activation, and a plan, which runs
+    # every micro-batch, would take an hour.
     batch_size: int = setting(1, "Sequences per rank in each micro-batch.", whole(1, 2**16))
     seq_len: int = setting(8192, "Tokens per sequence.", whole(1, 2**22))
-    accumulate: int = setting(1, "Micro-batches per step.", whole(1, 2**20))
+    accumulate: int = setting(1, "Micro-batches per step.", whole(1, 2**10))
     no_sync: bool = setting(False, "Reduce gradients only after the last micro-batch.")
 
     def __post_init__(self) -> None:

@@ -5,6 +5,7 @@ status.
 from __future__ import annotations
 
 import errno
+import os
 import resource
 from traceback import extract_tb
 
@@ -71,6 +72,11 @@ def explain(error: BaseException) -> TrainingError:
         return TrainingError(
             f"A process has too many open files (its limit is {limit}): run ulimit -n "
             f"{max(1024, 2 * limit)}, and start again."
+        )
+    if "unable to find address for" in text:  # gloo's words
+        return UsageError(
+            f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME')} is no network interface of "
+            "this machine: correct it, or unset it."
         )
     if isinstance(error, OSError):
         return TrainingError(
