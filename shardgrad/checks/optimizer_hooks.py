@@ -11,8 +11,9 @@ The hooks do the following:
 
 * after a step, mark parameters that had gradients, and that a unit keeps unsharded, as stale
   (`FSDPParam.steps_taken`);
-* before a step, wait for all-gathers that a failed forward has left, since they read what the step
-  writes, and for reductions that a backward has left in flight, whose gradients the step reads;
+* before a step, refuse one of weights that sleep, and wait for all-gathers that a failed forward
+  has left, since they read what the step writes, and for reductions that a backward has left in
+  flight, whose gradients the step reads;
 * inside a capture, refuse a step that a graph cannot repeat (`capturable_optimizers.py`), and fix
   the memory of gradients at its address, which the graph uses;
 * in the first step of each optimizer, check for parameters that it does not train
@@ -47,6 +48,8 @@ from shardgrad.checks.untrained_params import (
 from shardgrad.engine.param_group import FSDPParam, ParamGroup, managed_by
 from shardgrad.engine.streams import is_capturing
 from shardgrad.engine.tracing import outside_graphs
+from shardgrad.errors import AsleepError
+from shardgrad.ops.virtual_memory import is_released
 
 
 @dataclass
@@ -102,6 +105,9 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     watched = _look_up(optimizer)
     groups = [group for each in watched.groups if (group := each()) is not None]
     is_captured = bool(groups) and is_capturing(groups[0].mesh.device)
+    for group in groups:
+        if is_released(group.shard):
+            raise AsleepError.of(group.where)
     if groups:
         if is_captured:
             from shardgrad.checks.capturable_optimizers import refuse_uncapturable_step

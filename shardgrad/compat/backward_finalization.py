@@ -79,7 +79,7 @@ def set_manual(unit: Unit, enabled: bool) -> None:
     """
     context = lazy_init(unit)
     require_root(unit, context, "set_manual_backward_finalization")
-    if enabled == (context in _manual):
+    if bool(enabled) == (context in _manual):
         return
     waiting = [grads.group.name for grads in context.grad_groups if grads.is_due]
     if context.backward_running or waiting:

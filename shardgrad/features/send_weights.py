@@ -119,15 +119,20 @@ def plan_weights(
 
     Raises:
         OptionError: a parameter is unknown or cannot be cut like this, or a rank occurs twice.
-        OptionTypeError: `table`, `layout` or `dtype` is of another type.
+        OptionTypeError: an argument is of another type.
     """
     is_dtype = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
-    if not (isinstance(table, Mapping) and isinstance(layout, Mapping) and is_dtype):
+    are_mappings = isinstance(table, Mapping) and isinstance(layout, Mapping)
+    if not (
+        (are_mappings and is_dtype and isinstance(receivers, Sequence))
+        and all(isinstance(row, ExportedParameter) for row in table.values())
+        and all(isinstance(cuts, Sequence) for cuts in layout.values())
+    ):
         raise OptionTypeError(
-            "plan_weights needs a table, a layout and a dtype",
-            expected="export_table(model), a dictionary, and a floating dtype or None, for that of "
-            "the trainer's memory",
-            got=f"{type(table).__name__}, {type(layout).__name__}, {dtype!r}",
+            "plan_weights needs a table, a layout, receivers and a dtype",
+            expected="export_table(model), a dictionary of lists, a list, and a floating dtype or "
+            "None, for that of the trainer's memory",
+            got=f"{type(table).__name__}, {layout!r}, {receivers!r}, {dtype!r}",
             fix="plan_weights(shardgrad.export_table(model), layout, ..., dtype=torch.bfloat16)",
         )
     trainers = {
@@ -218,7 +223,9 @@ def send_weights(
             groups that train the model are not affected.
         OptionError: the plan is for another model or another number of ranks, or the group lacks a
             rank.
+        OptionTypeError: `plan` is no plan, or `timeout_s` no time.
     """
+    _require_plan(plan, timeout_s)
     table = export_table(model)
     if {name: _pieces(row) for name, row in table.items()} != dict(plan.pieces):
         raise OptionError(
@@ -271,9 +278,11 @@ def receive_weights(
         CollectiveError: a trainer is gone or late.
         OptionError: a tensor is missing or has another shape, or the group lacks a rank; nothing
             was received.
+        OptionTypeError: `plan` is no plan, or `timeout_s` no time.
     """
+    _require_plan(plan, timeout_s)
     for name, shape in plan.shapes.items():
-        found = tensors.get(name)
+        found = tensors.get(name) if isinstance(tensors, Mapping) else None
         got = "no tensor"
         if isinstance(found, torch.Tensor):
             if found.is_floating_point() and found.shape == shape:
@@ -364,6 +373,19 @@ def _pieces(row: ExportedParameter) -> tuple[object, ...]:
 
 
 # -- messages
+
+
+def _require_plan(plan: Any, timeout_s: Any) -> None:
+    is_time = (
+        isinstance(timeout_s, int | float) and 0 < timeout_s < 1e9
+    )  # torch counts milliseconds
+    if not (isinstance(plan, WeightPlan) and is_time):
+        raise OptionTypeError(
+            "a transfer needs a plan and a timeout",
+            expected="a plan that plan_weights() returned, and a positive number of seconds",
+            got=f"{type(plan).__name__}, timeout_s={timeout_s!r}",
+            fix="send_weights(model, shardgrad.plan_weights(...), timeout_s=60.0)",
+        )
 
 
 def _own_messages(plan: WeightPlan, side: str, group: dist.ProcessGroup | None) -> list[Message]:

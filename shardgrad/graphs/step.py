@@ -135,16 +135,16 @@ def graphed_step(
         OptionError: an option is out of range, or there is no `Capturable` adapter for an object.
     """
     if (
-        min(warmup, max_graphs) < 1
+        not all(isinstance(each, int) and each > 0 for each in (warmup, max_graphs))
         or on_uncapturable not in ("raise", "eager")
         or not isinstance(pool, GraphPool | None)
     ):
         raise OptionError(
             "graphed_step does not accept these options",
-            expected="warmup and max_graphs of at least 1; on_uncapturable='raise' or 'eager'; a "
-            "GraphPool or None",
-            got=f"warmup={warmup}, max_graphs={max_graphs}, on_uncapturable={on_uncapturable!r}, "
-            f"pool={pool}",
+            expected="whole numbers from 1 on for warmup and max_graphs; on_uncapturable='raise' "
+            "or 'eager'; a GraphPool or None",
+            got=f"warmup={warmup!r}, max_graphs={max_graphs!r}, "
+            f"on_uncapturable={on_uncapturable!r}, pool={pool}",
         )
     for each in capturables:
         capturable(each)  # raises for an unknown class now, and not when a function is decorated

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from numbers import Real
@@ -61,9 +62,9 @@ class GradScaler:
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
-        settings = init_scale, growth_factor, backoff_factor, growth_interval
+        settings: Any = (init_scale, growth_factor, backoff_factor, growth_interval)
         if not (
-            all(isinstance(each, Real) for each in settings)
+            all(isinstance(each, Real) and each < math.inf for each in settings)
             and growth_factor > 1.0
             and 0.0 < backoff_factor < 1.0
             and init_scale > 0
@@ -71,8 +72,8 @@ class GradScaler:
         ):
             raise OptionError(
                 "a setting of the loss scaler is outside its range",
-                expected="init_scale > 0, growth_factor > 1, 0 < backoff_factor < 1, "
-                "growth_interval > 0",
+                expected="finite numbers: init_scale > 0, growth_factor > 1, "
+                "0 < backoff_factor < 1, growth_interval > 0",
                 got=repr(settings),
                 fix="shardgrad.GradScaler()",
             )

@@ -58,6 +58,13 @@ class Precision:
                 got=repr(self.master),
                 fix='master="float32"',
             )
+        if not isinstance(self.seed, int) or abs(self.seed) >= 2**62:
+            raise OptionError(
+                "seed must be a whole number that fits in 64 bits",
+                expected="an int below 2**62",
+                got=repr(self.seed),
+                fix="seed=0",
+            )
         if self.master is not None and self.stochastic_rounding:
             raise OptionError(
                 "stochastic_rounding and master exclude each other",

@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from shardgrad import checkpoint
-from shardgrad.errors import CheckpointError, OptionError
+from shardgrad.errors import CheckpointError, OptionError, OptionTypeError
 
 ROWS, LARGE = 15, 1500  # of the first tensor; a large one has several blocks
 DATA, METADATA, MANIFEST = "__0_0.distcp", ".metadata", "manifest.json"
@@ -130,6 +130,8 @@ def test_parts_are_loaded_only_when_they_are_named_optional(saved: Path) -> None
         CheckpointError, match=r"0\.3 is only in the checkpoint, .* nothing is only .* step is"
     ):
         checkpoint.load(ours, saved, optional=("model.*",))
+    with pytest.raises(OptionTypeError, match=r"optional=\('model\.\*',\)"):
+        checkpoint.load(ours, saved, optional="model.*")
     assert not ours["model"]["weight"].any()
     checkpoint.load(ours, saved, optional=("*",))
     assert torch.equal(ours["model"]["weight"], state()["model"]["weight"])
@@ -239,10 +241,14 @@ def test_retention_keeps_the_newest_and_the_one_named_latest(tmp_path: Path) -> 
     for path in map(series.path_of, (1_000_000, 7)):  # a run may go back
         checkpoint.save(small(1), path, then=lambda path=path: series.publish(path))
     with pytest.raises(OptionError, match="only a complete checkpoint"):
-        series.publish(series.path_of(8))
+        series.publish(str(series.path_of(8)))
     assert [path.name for path in series.complete()] == ["step_000007", "step_1000000"]
-    with pytest.raises(OptionError, match="newest checkpoint is always kept"):
-        checkpoint.Series(tmp_path, keep=0)
+    for odd in (0, 1.5):
+        with pytest.raises(OptionError, match="newest checkpoint is always kept"):
+            checkpoint.Series(tmp_path, keep=odd)  # type: ignore[arg-type]
+    for step in (-1, 1.0, 10**18):
+        with pytest.raises(OptionError, match="no such step"):
+            series.path_of(step)  # type: ignore[arg-type]
 
 
 # -- damage

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardgrad
-from shardgrad.errors import CollectiveError, OptionError
+from shardgrad.errors import CollectiveError, OptionError, OptionTypeError
 from shardgrad.features import send_weights
 from shardgrad.features.export_table import ExportedParameter
 from tests.support.apart import heard_apart
@@ -262,6 +263,10 @@ def test_what_cannot_be_cut_is_refused(cuts: Any, receivers: list[int], says: st
     table = table_of(2, k=(6, 5), o=(6, 7))
     with pytest.raises(OptionError, match=says):
         shardgrad.plan_weights(table, {"fused": cuts}, receivers)
+    odd: Any
+    for odd in ((table, {"fused": None}, [2]), (table, {}, 2), ({"k": 1}, {}, [2])):
+        with pytest.raises(OptionTypeError, match="needs a table, a layout, receivers"):
+            shardgrad.plan_weights(*odd)
 
 
 @on_ranks(2)
@@ -283,6 +288,9 @@ def test_another_model_and_another_receiver_are_refused() -> None:
                 shardgrad.receive_weights({"qkv_proj.weight": wrong}, plan)
         with pytest.raises(OptionError, match=r"(?s)lacks ranks \[1\].*group of ranks \[0\]"):
             shardgrad.send_weights(model, plan, mesh.get_group())
+        for odd_plan, timeout_s in ((None, 1.0), (plan, math.nan), (plan, "1"), (plan, math.inf)):
+            with pytest.raises(OptionTypeError, match="needs a plan and a timeout"):
+                shardgrad.send_weights(model, odd_plan, timeout_s=timeout_s)  # type: ignore[arg-type]
 
 
 # -- receivers that are gone

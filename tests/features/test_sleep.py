@@ -241,7 +241,8 @@ def test_a_use_while_asleep_is_refused_and_changes_nothing() -> None:
     )
     with late, pytest.raises(OSError, match="no room"):
         shardgrad.wake(model, optimizer)
-    for use in (optimizer.step, *uses):
+    other = torch.optim.SGD(model.parameters())
+    for use in (optimizer.step, other.step, *uses):
         with pytest.raises(AsleepError):
             use()
     shardgrad.wake(model, optimizer)

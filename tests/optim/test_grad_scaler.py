@@ -117,7 +117,12 @@ def test_a_wrong_order_of_calls_is_refused() -> None:
     with pytest.raises(OptionError, match="already been called"):
         scaler.step(optim)
     assert not hasattr(optim, "found_inf")  # a step that failed leaves no verdict
-    for settings in ({"growth_factor": 1.0}, {"backoff_factor": 1.0}, {"init_scale": "1"}):
+    for settings in (
+        {"growth_factor": 1.0},
+        {"backoff_factor": 1.0},
+        {"init_scale": "1"},
+        {"init_scale": math.inf},
+    ):
         with pytest.raises(OptionError, match="outside its range"):
             shardgrad.GradScaler(**settings)
     with pytest.raises(OptionError, match="empty"):

@@ -93,7 +93,7 @@ class Series:
     """
 
     def __init__(self, folder: Path | str, *, keep: int = 2) -> None:
-        if keep < 1:
+        if not isinstance(keep, int) or keep < 1:
             raise OptionError(
                 "keep must be positive, since the newest checkpoint is always kept",
                 expected="at least 1",
@@ -153,8 +153,20 @@ class Series:
         return Path(os.path.realpath(self.folder), _LOCK)
 
     def path_of(self, step: int) -> Path:
-        """Returns the path of the checkpoint of a step."""
-        return self.folder / f"step_{step:06d}"
+        """Returns the path of the checkpoint of a step.
+
+        Raises:
+            OptionError: the step is not a number that a checkpoint may have.
+        """
+        name = f"step_{step:06d}" if isinstance(step, int) else ""
+        if not _STEP.fullmatch(name):
+            raise OptionError(
+                "there is no such step",
+                expected="an int from 0 on, with at most 18 digits",
+                got=repr(step),
+                fix="series.path_of(200)",
+            )
+        return self.folder / name
 
     def complete(self) -> list[Path]:
         """Returns every complete checkpoint, oldest step first."""
@@ -177,7 +189,7 @@ class Series:
             if name == self._named():  # else the named one was removed because there is a newer one
                 return complete[-1] if complete else None
 
-    def publish(self, path: Path) -> None:
+    def publish(self, path: Path | str) -> None:
         """Writes a checkpoint's name into `latest`, and removes the oldest others beyond `keep`.
 
         Raises:
@@ -186,7 +198,7 @@ class Series:
             OSError: `latest` could not be written and is unchanged.
         """
         self.acquire()
-        path, others = self.folder / path.name, self.complete()
+        path, others = self.folder / Path(path).name, self.complete()
         if path not in others:
             raise OptionError(
                 "only a complete checkpoint of the series can be published",

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from shardgrad.errors import CheckpointError
+from shardgrad.errors import CheckpointError, OptionTypeError
 from shardgrad.programs.checkpoint.contents import check, read_manifest, read_metadata
 from shardgrad.programs.checkpoint.files import damaged, opened
 from shardgrad.programs.checkpoint.peers import Peers
@@ -61,12 +61,20 @@ def load(
         other values.
 
     Raises:
+        OptionTypeError: `optional` is a string.
         CheckpointError: the checkpoint is incomplete, damaged, or does not fit; names the entries
             that are missing, unexpected or of another shape. The same on every rank.
 
     Streams: writes on the current stream. Host memory: a few times the largest part of a
     tensor that one rank wrote.
     """
+    if isinstance(optional, str):  # each letter would be a pattern, and * is everything
+        raise OptionTypeError(
+            "optional must be a sequence of patterns",
+            expected="a tuple or a list",
+            got=repr(optional),
+            fix=f"optional=({optional!r},)",
+        )
     folder = Path(folder)
     peers = Peers(group, where=folder)
     leaves: dict[str, Any] = {}

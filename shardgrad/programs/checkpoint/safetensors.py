@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from shardgrad.errors import CheckpointError
+from shardgrad.errors import CheckpointError, OptionError
 from shardgrad.programs.checkpoint.contents import read_metadata, verify
 from shardgrad.programs.checkpoint.files import sync, write_synced
 from shardgrad.programs.checkpoint.folder import published
@@ -32,10 +32,18 @@ def export_checkpoint(
             is needed.
 
     Raises:
+        OptionError: `file_nbytes` is not positive.
         PartnerUnavailableError: safetensors is not installed.
         CheckpointError: the checkpoint is damaged, or has no tensors below the name.
         CheckpointError: the files could not be written.
     """
+    if not (isinstance(file_nbytes, int | float) and file_nbytes > 0):
+        raise OptionError(
+            "file_nbytes must be positive",
+            expected="a number of bytes",
+            got=repr(file_nbytes),
+            fix="file_nbytes=4 * 2**30",
+        )
     require("safetensors", feature="a safetensors file")
     from safetensors.torch import save_file
 
