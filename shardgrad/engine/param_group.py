@@ -416,8 +416,8 @@ class Registration:
         """Returns whether modules register these parameters, with unchanged data and memory."""
         registered = map(dict.get, self._registers, self._attributes)
         with DisableTorchFunction():  # DTensors answer twice as fast
-            return all(map(is_, registered, self._params)) and all(
-                map(is_, map(_STORAGE, self._params), self._storages)
+            return all(map(is_, registered, self._params)) and (
+                list(map(_STORAGE, self._params)) == self._storages  # each equals itself only
             )
 
     def with_other_data(self) -> list[str]:

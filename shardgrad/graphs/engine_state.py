@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from functools import partial
-from itertools import chain, starmap
-from operator import attrgetter, getitem, is_
+from itertools import chain, repeat, starmap
+from operator import attrgetter, getitem, is_, is_not
 from typing import Any
 
 import torch
@@ -91,7 +91,9 @@ class ModuleState(Capturable):
         )
         params = [p for group in self._groups for p in group.params]
         self._plain = [p for p in self._module.parameters() if fsdp_param_of(p) is None]
-        self._trainable = [*(p.sharded for p in params), *self._plain]
+        self._sharded = [p.sharded for p in params]
+        self._attributes = [p.group.gradient_policy.attribute for p in params]
+        self._trainable = [*self._sharded, *self._plain]
         self._addressed = [*self._plain, *self._module.buffers()]
         self._registration = Registration(params)
         # Nothing of a TorchScript module can be replaced, and it has no dictionaries.
@@ -177,10 +179,10 @@ class ModuleState(Capturable):
         Returns:
             Which gradients exist; () if none does, as after `zero_grad()`.
         """
-        shards = self._shards()
-        if all(map(GradShard.are_absent, shards)):
+        # In one pass, as most programs set all gradients to None before the next call.
+        if not any(map(is_not, map(getattr, self._sharded, self._attributes), repeat(None))):
             return ()
-        return tuple([tuple(shard.settle()) for shard in shards])
+        return tuple([tuple(shard.settle()) for shard in self._shards()])
 
     def quiesce(self) -> None:
         """See `Capturable`, and [Note: The border of a capture] in `engine/streams.py`."""

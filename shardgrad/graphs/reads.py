@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import compress
 from operator import attrgetter
 from typing import Any
 from weakref import ref
@@ -350,8 +351,8 @@ class Reads(TorchDispatchMode):
         freed.
         """
         replaced = [place.name for place, found in self.places.items() if place.key() != found]
-        freed = [what for memory, (_, what, _) in self._on_device.items() if _EXPIRED(memory)]
-        return [*replaced, *freed]
+        freed = compress(self._on_device.values(), map(_EXPIRED, self._on_device))
+        return [*replaced, *(what for _, what, _ in freed)]
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

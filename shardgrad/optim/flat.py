@@ -138,6 +138,8 @@ class FlatOptimizer(Optimizer):
         self._host_streams = cache(streams_for) if states_on_host else None
         self._contents = Contents([], {})
         super().__init__(params, defaults)
+        # Whether the program has read `state`: otherwise it cannot have edited it.
+        self._is_state_read = False
 
     # -- groups
 
@@ -263,7 +265,7 @@ class FlatOptimizer(Optimizer):
         """
         self._allocate_new()  # the model may have been on meta
         same_groups = self._contents.same_groups(self.param_groups)
-        if same_groups and self._contents.same_state(self.state):
+        if same_groups and (not self._is_state_read or self._contents.same_state(self._state)):
             return
         self._require_here()
         if any(is_capturing(segment.device) for segment in self._segments):
@@ -312,7 +314,7 @@ class FlatOptimizer(Optimizer):
         ]
         edited = {}
         for number, param in enumerate(allocated):
-            entry, public = self._entries[param], self.state.get(param, {})
+            entry, public = self._entries[param], self._state.get(param, {})
             # What is no tensor is the program's own, as in torch.
             given = {k: v for k, v in public.items() if k in entry or isinstance(v, torch.Tensor)}
             if given.keys() != entry.keys() or any(given[key] is not entry[key] for key in entry):
@@ -321,10 +323,22 @@ class FlatOptimizer(Optimizer):
             for into, value in chain.from_iterable(edited.values()):
                 into.copy_(value)
         for param in edited:
-            self.state[param] = {**self.state.get(param, {}), **self._entries[param]}
-        self._contents = Contents(self.param_groups, self.state)
+            self._state[param] = {**self._state.get(param, {}), **self._entries[param]}
+        self._contents = Contents(self.param_groups, self._state)
 
     # -- state
+
+    @property
+    def state(self) -> defaultdict[Any, Any]:
+        """As in `torch.optim.Optimizer`. From the first time that it is read, each step looks for
+        edits.
+        """
+        self._is_state_read = True
+        return self._state
+
+    @state.setter
+    def state(self, value: defaultdict[Any, Any]) -> None:
+        self._state, self._is_state_read = value, True
 
     @abstractmethod
     def state_dtypes(self, segment: Segment, group: Mapping[str, Any]) -> Mapping[str, torch.dtype]:
@@ -357,7 +371,7 @@ class FlatOptimizer(Optimizer):
             self._entries[param] = entry
             # An entry that exists is of a parameter that moved from another group. `_follow_state`
             # copies it.
-            self.state.setdefault(param, dict(entry))
+            self._state.setdefault(param, dict(entry))
         _ = self.skipped_steps  # allocated before a capture, each replay of which would zero it
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -400,7 +414,7 @@ class FlatOptimizer(Optimizer):
         for key, entry in state_dict["state"].items():
             param = params.get(key, key)
             kept = self._entries.get(param)
-            self.state[param] = entry if kept is None else {**entry, **kept}
+            self._state[param] = entry if kept is None else {**entry, **kept}
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
