@@ -50,7 +50,7 @@ $(CUDA_VENV)/ready: python
 OTHER_TORCH := $(or $(VERSION),2.15.0)
 OTHER := .venv-torch-$(OTHER_TORCH)
 test-torch: $(OTHER)/installed
-	$(OTHER)/bin/python -m pytest $(or $(ARGS),tests/compat tests/engine/test_kept_programs.py)
+	$(OTHER)/bin/python -m pytest $(or $(ARGS),tests/compat tests/features tests/engine/test_kept_programs.py)
 
 drills: .venv/installed
 	.venv/bin/python -m pytest -m long tests/drills $(ARGS)

@@ -277,10 +277,10 @@ def new_group(
 ) -> dist.ProcessGroup:
     """Returns a new process group, for which torch waits for no other rank of the world.
 
-    Pipeline stages make different groups at a time, or some make none. So torch may name a group
-    neither by how many the world has made, as it would for all ranks, nor alike for different
-    ranks. It names this one by its ranks and by the number of groups that a rank is in, which is
-    made equal first: where it differs, ranks would wait for each other without end.
+    torch names a group by its ranks and by a number: how many groups a rank is in or, since 2.14,
+    how many the world has made. Pipeline stages make different groups at a time, or some make none.
+    So neither number is the same on all ranks, which would wait for each other without end. This
+    one is agreed, and does not count among those of the world.
 
     After `init_process_group(device_id=...)`, torch splits NCCL's communicator of the world
     instead, which takes all ranks of it: they have to make as many groups.
@@ -291,15 +291,21 @@ def new_group(
         device: for messages in these groups.
         desc: for messages about the group.
     """
-    world: Any = dist.group.WORLD
-    if world.bound_device_id is None:
-        names = dist.distributed_c10d._world.pg_names
-        most = torch.tensor(len(names), device=device)
-        for group in among:
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-        for _ in range(len(names), int(most)):
-            dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    made: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True, group_desc=desc)
+    world: Any = dist.distributed_c10d._world
+    most = torch.tensor(len(world.pg_names), device=device)
+    for group in among:
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    count, missing = world.group_count, [object() for _ in range(len(world.pg_names), int(most))]
+    world.pg_names.update(dict.fromkeys(missing, ""))
+    world.group_count = -int(most)  # none of torch's own numbers
+    try:
+        made: dist.ProcessGroup = dist.new_group(
+            ranks, use_local_synchronization=True, group_desc=desc
+        )
+    finally:
+        world.group_count = count
+        for each in missing:
+            del world.pg_names[each]
     return made
 
 
@@ -311,8 +317,7 @@ def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 @lru_cache(maxsize=4)
 def _group_of_one(world: dist.ProcessGroup) -> dist.ProcessGroup:
     """Returns a process group of this rank alone; other ranks need not take part."""
-    alone: dist.ProcessGroup = dist.new_group([world.rank()], use_local_synchronization=True)
-    return alone
+    return new_group([world.rank()], [], torch.device("cpu"), "fsdp_alone")
 
 
 @lru_cache(maxsize=64)
