@@ -121,9 +121,10 @@ def _slices(param: Any) -> tuple[slice, ...]:
 def _tolerance(program: Program) -> float:
     """Returns by how much results may differ, relative to the largest element."""
     sharding = program.sharding
-    if "bfloat16" in (sharding.param_dtype, sharding.wire_dtype):
-        # A rounding is 2**-9. Gradients are sums of what was rounded, and momentum is a sum of
-        # gradients: these may cancel out while their roundings do not.
+    dtypes = sharding.param_dtype, sharding.reduce_dtype, sharding.wire_dtype
+    if "bfloat16" in dtypes or "float16" in dtypes:
+        # A rounding is 2**-9, or 2**-11. Gradients are sums of what was rounded, and momentum is a
+        # sum of gradients: these may cancel out while their roundings do not.
         return 2**-4
     if (
         sharding.param_dtype
