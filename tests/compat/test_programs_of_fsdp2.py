@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 import shardgrad
@@ -74,18 +73,6 @@ def test_a_list_of_plain_modules_needs_no_root(engine: Engine) -> Tensors:
 
 
 @on_ranks(2)
-def test_a_module_without_parameters_of_its_own_can_be_unsharded() -> None:
-    model = stack(5, 7, 3)
-    for layer in (model[0], model[2]):
-        shardgrad.fully_shard(layer)
-    shardgrad.fully_shard(model)  # it has no parameters of its own
-    handle = model.unshard(async_op=True)
-    handle.wait()
-    assert isinstance(model[0].weight, DTensor), "unshard is not recursive"
-    model.reshard()
-
-
-@on_ranks(2)
 def test_registering_a_method_of_a_plain_module_does_nothing() -> None:
     model = nn.Linear(3, 3)
     before = model.extra_repr
@@ -94,21 +81,6 @@ def test_registering_a_method_of_a_plain_module_does_nothing() -> None:
     shardgrad.fully_shard(model)
     with pytest.raises(ValueError, match="nothing_of_the_kind"):
         shardgrad.register_fsdp_forward_method(model, "nothing_of_the_kind")
-
-
-class Scorer(nn.Linear):
-    def score(self, x: Tensor) -> Tensor:
-        return x @ self.weight.t()
-
-
-@on_ranks(2)
-@as_unsharded
-def test_a_registered_method_reads_whole_parameters(engine: Engine) -> Tensors:
-    torch.manual_seed(0)
-    model = engine.fully_shard(Scorer(5, 3))
-    shardgrad.register_fsdp_forward_method(model, "score")
-    model.score(engine.inputs(0, 5)).square().mean().backward()
-    return engine.snapshot(model)
 
 
 @on_ranks(2)

@@ -17,6 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
 )
+from torch.distributed.tensor import DTensor
 
 import shardgrad
 from shardgrad.engine.unit import unit_of
@@ -268,6 +269,7 @@ def test_units_without_parameters_train_bit_for_bit_like_fsdp2(engine: Engine) -
     assert isinstance(handle, UnshardHandle)
     handle.wait()
     assert model.wrapper.unshard() is None
+    assert isinstance(model.wrapper.layer.weight, DTensor), "unshard is not recursive"
     model.wrapper.reshard()
     found = train_squares(engine, model, 5)
     ignored = nn.Linear(3, 3)
