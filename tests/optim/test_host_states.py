@@ -69,15 +69,8 @@ def contents(model: torch.nn.Module, optim: Any) -> Tensors:
 
 @pytest.mark.parametrize("name", KINDS)
 @on_ranks(2)
-def test_states_on_the_host_change_no_bit(name: str) -> None:
+def test_states_on_the_host_change_no_bit_and_their_dicts_go_there_and_back(name: str) -> None:
     """With a schedule, and with steps that are skipped."""
-    ours, right = (train(*built(name, on_host=on_host), range(5)) for on_host in (True, False))
-    assert_same_bits(ours, right)
-
-
-@pytest.mark.parametrize("name", ["adam with a master", "muon with a master"])
-@on_ranks(2)
-def test_a_state_dict_goes_to_the_host_and_back(name: str) -> None:
     model, optim = built(name, on_host=False)
     right = train(model, optim, range(5)) | train(model, optim, range(5, 8))
     for first in (False, True):
