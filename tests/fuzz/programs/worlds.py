@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -105,8 +105,14 @@ def prepared(program: Program, defect: str = "") -> Iterator[None]:
 # -- processes
 
 
+@cache
+def _group_of_plain_torch() -> dist.ProcessGroup:
+    """Returns a group of its own: in the engine's, plain torch would fail with the engine."""
+    return dist.new_group()
+
+
 def _sum_over_gloo(value: Tensor) -> Tensor:
-    dist.all_reduce(value)
+    dist.all_reduce(value, group=_group_of_plain_torch())
     return value
 
 
