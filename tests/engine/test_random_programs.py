@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 
 from shardgrad.version import commit
-from tests.fuzz.programs.defects import DEFECTS
 from tests.fuzz.programs.generate import program_of
 from tests.fuzz.programs.program import Program
 from tests.fuzz.programs.worlds import Worlds
@@ -46,14 +45,3 @@ def test_programs_of_this_commit_agree_with_plain_torch(worlds: Worlds) -> None:
     digest = hashlib.sha256((commit() or "").removesuffix("-dirty").encode()).hexdigest()
     first = int(digest[:6], 16) * 1_000
     all_agree(worlds, [program_of(first + n) for n in range(CHANGING)])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("defect", DEFECTS)
-def test_an_old_defect_is_found_within_2000_programs(defect: str) -> None:
-    """Some program differs with the defect and not without it."""
-    with Worlds() as right, Worlds(defect) as wrong:
-        for program in map(program_of, range(1_000_000, 1_002_000)):
-            if wrong.run(program).differences and not right.run(program).differences:
-                return
-    pytest.fail("not found")

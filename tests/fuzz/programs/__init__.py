@@ -11,7 +11,6 @@
 | `compare.py` | one program on one rank under both, and what differs |
 | `worlds.py` | ranks that live for many programs: processes, or threads with simulated devices |
 | `shrink.py` | makes a program that fails small |
-| `defects.py` | defects that the engine once had, to see that they are found |
 | `streams.py` | the streams of a device, as a careful program uses them |
 | `seeds/` | kept programs, which tests/engine, tests/graphs and tests/gpu run |
 

@@ -20,7 +20,6 @@ from tests.fuzz.programs.worlds import Worlds
 @click.option("--count", type=click.IntRange(1), default=100, show_default=True)
 @click.option("--world", default="", help="2, 4, sim1, sim2 (all by default), cuda1, cuda2.")
 @click.option("--replay", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--defect", default="", help="Put an old defect back.")
 @click.option("--most", default=3, show_default=True, help="Failures to make small.")
 def main(
     seed: int,
@@ -28,7 +27,6 @@ def main(
     count: int,
     world: str,
     replay: Path | None,
-    defect: str,
     most: int,
 ) -> None:
     """Runs random programs, or one from a file."""
@@ -39,7 +37,7 @@ def main(
     began = time.perf_counter()
     bad = 0
     failing: list[tuple[Program, Difference]] = []
-    with Worlds(defect) as worlds:
+    with Worlds() as worlds:
         for program in programs:
             for found in worlds.run(program).differences:
                 bad += 1

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from benchmarks.workers import SHARED_DEVICE
 from shardgrad.engine.tracing import NOTHING
-from tests.fuzz.programs import defects
 from tests.fuzz.programs.compare import Difference, Outcome, run
 from tests.fuzz.programs.program import Program
 from tests.fuzz.programs.sharded import noting_warnings, zero_copy_as_in
@@ -33,14 +32,9 @@ LIMIT_S = 4 * COLLECTIVE_TIMEOUT_S
 
 
 class Worlds:
-    """All worlds; each starts when first used.
+    """All worlds; each starts when first used."""
 
-    Args:
-        defect: one of `defects.DEFECTS`, which the engine then has; "" for none.
-    """
-
-    def __init__(self, defect: str = "") -> None:
-        self._defect = defect
+    def __init__(self) -> None:
         self._made: dict[str, Any] = {}
 
     def __enter__(self) -> Worlds:
@@ -64,9 +58,7 @@ class Worlds:
             make = partial(Ranks, program.ranks, COLLECTIVE_TIMEOUT_S, backend=backend)
             world, function = self._kept(program.world, make), run_on_rank
         try:
-            outcome = together(
-                world.run(function, program.to_json(), self._defect, timeout_s=LIMIT_S)
-            )
+            outcome = together(world.run(function, program.to_json(), timeout_s=LIMIT_S))
         except RankError as error:
             outcome = _hung(error)
         if outcome.is_broken:
@@ -95,10 +87,10 @@ def _hung(error: RankError) -> Outcome:
 
 
 @contextmanager
-def prepared(program: Program, defect: str = "") -> Iterator[None]:
-    """The engine as a program, and perhaps a defect, want it."""
+def prepared(program: Program) -> Iterator[None]:
+    """The engine as a program wants it."""
     memory = NOTHING if program.on_device else symmetric_memory_on_the_cpu()
-    with noting_warnings(), defects.put_back(defect), zero_copy_as_in(program), memory:
+    with noting_warnings(), zero_copy_as_in(program), memory:
         yield
 
 
@@ -116,14 +108,14 @@ def _sum_over_gloo(value: Tensor) -> Tensor:
     return value
 
 
-def run_on_rank(text: str, defect: str) -> Outcome:
+def run_on_rank(text: str) -> Outcome:
     """Runs a program on this rank."""
     program = Program.from_json(text)
     if program.device == "cuda":
         os.environ |= SHARED_DEVICE | {"NCCL_HOSTID": f"rank{dist.get_rank()}"}
     gc.disable()
     try:
-        with prepared(program, defect):
+        with prepared(program):
             return run(program, dist.get_rank(), _sum_over_gloo)
     finally:
         gc.enable()
@@ -148,7 +140,7 @@ class _Sum:
         return total
 
 
-def run_simulated(text: str, defect: str = "") -> list[Outcome]:
+def run_simulated(text: str) -> list[Outcome]:
     """Runs a program on virtual ranks of this process; after their outcomes come hazards between
     streams.
     """
@@ -157,7 +149,7 @@ def run_simulated(text: str, defect: str = "") -> list[Outcome]:
 
     program = Program.from_json(text)
     ranks = VirtualRanks(program.ranks, COLLECTIVE_TIMEOUT_S)
-    with device.checked(raises=False) as hazards, prepared(program, defect):
+    with device.checked(raises=False) as hazards, prepared(program):
         try:
             outcomes = ranks.run(_on_virtual_rank, program, _Sum(program.ranks), timeout_s=LIMIT_S)
         except RankError as error:
