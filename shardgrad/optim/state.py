@@ -81,8 +81,10 @@ def copies_into(
     number: int, ours: Mapping[str, torch.Tensor], saved: Mapping[str, Any]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yields the copies (into, value) for one parameter."""
+    # A parameter that comes into a group without momentum brings its own along, as in torch.
+    known = ours.keys() | ({"momentum_buffer"} if ours.keys() == {"step"} else set())
     unknown = [
-        key for key, value in saved.items() if key not in ours and isinstance(value, torch.Tensor)
+        key for key, value in saved.items() if key not in known and isinstance(value, torch.Tensor)
     ]
     if unknown:
         raise _misfit(

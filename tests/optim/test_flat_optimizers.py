@@ -20,65 +20,12 @@ from shardgrad.optim import SGD, Adam, AdamW, Muon
 from shardgrad.policies import GradientPolicy
 from tests.support.parity import (
     FSDP2,
-    GATHERED,
     SHARDGRAD,
-    UNSHARDED,
-    Engine,
-    Tensors,
-    assert_close,
-    float64,
     hsdp_mesh,
     stack,
-    token_loss,
-    tower,
     unchanged,
 )
 from tests.support.ranks import Ranks, on_ranks
-
-RULES: dict[str, tuple[str, dict[str, Any]]] = {
-    "adamw": ("AdamW", {"lr": 1e-2, "weight_decay": 0.1}),
-    "adam": ("Adam", {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.8, 0.95)}),
-    "adam_maximize": ("Adam", {"lr": 1e-3, "maximize": True}),
-    "sgd": ("SGD", {"lr": 1e-1}),
-    "sgd_momentum": ("SGD", {"lr": 1e-1, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01}),
-    "sgd_nesterov": ("SGD", {"lr": 1e-1, "momentum": 0.9, "nesterov": True}),
-}
-
-
-def decayed_and_not(model: nn.Module) -> list[dict[str, Any]]:
-    """Two groups that lie interleaved in every unit."""
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim <= 1]
-    return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0, "lr": 5e-3}]
-
-
-def train_by(engine: Engine, rule: str) -> Tensors:
-    model = engine.shard_tower(tower())
-    name, options = RULES[rule]
-    optim = getattr(engine.optim, name)(decayed_and_not(model), **options)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optim, max_lr=[1e-2, 5e-3], total_steps=8, cycle_momentum=rule not in ("sgd",)
-    )
-    history: Tensors = {}
-    for step in range(6):
-        model.layers[1].up.requires_grad_(step not in (2, 3))  # gradients lie elsewhere then
-        loss = token_loss(model, engine.tokens(step))
-        loss.backward()
-        if step == 3:
-            optim.param_groups[0]["weight_decay"] = 0.3
-        history[f"loss {step}"] = engine.mean(loss)
-        optim.step()
-        schedule.step()
-        optim.zero_grad()
-    return {**history, **engine.snapshot(model)}
-
-
-@pytest.mark.parametrize("rule", RULES)
-@on_ranks(2)
-def test_every_rule_follows_torch_unsharded_with_groups_and_schedules(rule: str) -> None:
-    with float64():
-        assert_close(train_by(GATHERED, rule), train_by(UNSHARDED, rule))
-
 
 # -- one launch
 

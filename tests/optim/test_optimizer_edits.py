@@ -15,12 +15,19 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-import shardgrad
 from shardgrad.errors import CaptureError, OptimizerParameterError, OptimizerStateError
 from shardgrad.optim import AdamW
-from tests.support.parity import stack, unchanged
+from tests.support.parity import GATHERED, UNSHARDED, stack, unchanged
+from tests.support.ranks import on_ranks
 
-KINDS = {"AdamW": {}, "SGD": {"momentum": 0.9, "dampening": 0.5}}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "adamw": ("AdamW", {}),
+    "adam": ("Adam", {"weight_decay": 0.1, "betas": (0.8, 0.95)}),
+    "adam_maximize": ("Adam", {"maximize": True}),
+    "sgd": ("SGD", {"weight_decay": 0.01}),
+    "sgd_momentum": ("SGD", {"momentum": 0.9, "dampening": 0.5}),
+    "sgd_nesterov": ("SGD", {"momentum": 0.9, "nesterov": True}),
+}
 
 
 def model() -> nn.Sequential:
@@ -30,14 +37,14 @@ def model() -> nn.Sequential:
 
 def in_two_groups(m: nn.Sequential) -> list[dict[str, Any]]:
     return [
-        {"params": list(m[0].parameters()), "momentum": 0.0},
+        {"params": list(m[0].parameters()), "momentum": 0.0, "nesterov": False},
         {"params": list(m[1].parameters()), "lr": 0.01},
     ]
 
 
 def train(m: nn.Sequential, optim: Optimizer, steps: range) -> None:
     for step in steps:
-        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step)).to(m[0].weight)
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step)).to(m[0].weight.dtype)
         m.zero_grad()
         m(x).square().mean().backward()
         optim.step()
@@ -94,7 +101,8 @@ EDITS: Sequence[Callable[[Edited], object]] = (
     lambda of: of.optim.state.clear(),
     lambda of: [of.optim.state.pop(param, None) for param in of.group()["params"][:1]],
     lambda of: of.random.shuffle(of.group()["params"]),
-    lambda of: of.group().update(lr=of.random.random()),
+    lambda of: of.group().update(lr=of.random.random(), betas=(of.random.random(), 0.99)),
+    lambda of: of.group().update(weight_decay=of.random.random()),
     lambda of: setattr(of.optim, "state", defaultdict(dict)),
     deletes_a_group,
     lambda of: of.removed and of.optim.add_param_group(dict(of.removed.pop())),
@@ -108,18 +116,22 @@ EDITS: Sequence[Callable[[Edited], object]] = (
 
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
 def test_an_edited_optimizer_trains_as_torchs_does(kind: str, seed: int) -> None:
-    ends = []
-    for home, where in ((shardgrad.optim, {"states_on_host": seed > 9}), (torch.optim, {})):
+    ends, (name, options) = [], KINDS[kind]
+    for engine in (GATHERED, UNSHARDED):
         m = model().double()
-        optim = getattr(home, kind)(in_two_groups(m), lr=0.1, **KINDS[kind], **where)
+        if seed % 3:
+            engine.shard(*m, m)
+        where = {"states_on_host": seed > 9} if engine is GATHERED else {}
+        optim = getattr(engine.optim, name)(in_two_groups(m), lr=0.1, **options, **where)
         of = Edited(optim, Random(seed), [])
         for step in range(12):
             train(m, optim, range(step, step + 1))
             of.random.choice(EDITS)(of)
         own = "own" in optim.state, sum("seen" in entry for entry in optim.state.values())
-        ends.append([*m.parameters(), torch.tensor(own)])
-    torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-11)
+        ends.append({**engine.snapshot(m), "own": torch.tensor(own)})
+    torch.testing.assert_close(*ends, rtol=1e-10, atol=1e-11)
 
 
 def test_zero_grad_leaves_the_parameters_of_a_deleted_group_alone() -> None:
