@@ -33,6 +33,9 @@ def test_a_group_keeps_the_tensor_of_its_learning_rate_when_another_goes() -> No
     state.begin_call()
     assert groups[1]["lr"] is rate
     assert [float(group["lr"]) for group in optimizer.param_groups] == [0.75, 0.125]
+    groups[1]["lr"] *= 0.5  # by the step itself, and by its replays
+    state.replayed()
+    assert groups[1]["lr"] is rate
 
 
 def test_what_a_capture_adds_to_an_optimizer_goes_with_it() -> None:
