@@ -115,11 +115,11 @@ class OptimGroup(dict[str, Any]):
         fixed: Sequence[str],
         validate: Callable[[Mapping[str, Any], Mapping[str, Any]], None],
     ) -> None:
-        super().__init__(values)
+        self._hypers = {hyper.name: hyper for hyper in hypers}
+        super().__init__(self._without_lists(values))
         self.number = next(_numbers)
         self._validate = validate
         self._built_with = dict(values)
-        self._hypers = {hyper.name: hyper for hyper in hypers}
         ends = accumulate(hyper.count for hyper in hypers)
         self._slots = {h.name: end - h.count for h, end in zip(hypers, ends, strict=True)}
         self._may_be_tensors = [hyper.name for hyper in hypers if hyper.may_be_tensor]
@@ -216,7 +216,14 @@ class OptimGroup(dict[str, Any]):
             for mirror in self._mirrors.values():
                 for i, number in enumerate(numbers or ()):
                     mirror[self._slots[key] + i].fill_(number)
-        super().update(values)
+        super().update(self._without_lists(values))
+
+    def _without_lists(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the values, with tuples for lists of numbers: an assignment to an element, as in
+        `group["betas"][0] = 0.5`, would not reach the mirrors, and so it raises.
+        """
+        lists = [name for name in self._hypers if isinstance(values.get(name), list)]
+        return {**values, **{name: tuple(values[name]) for name in lists}}
 
     def __ior__(self, other: Any) -> OptimGroup:  # type: ignore[override,misc]
         self.update(other)

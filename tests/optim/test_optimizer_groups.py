@@ -54,11 +54,13 @@ def test_parameters_and_gradients_are_read_by_their_indices_in_whatever_order_of
 
 def test_an_assignment_reaches_the_device_at_once() -> None:
     optim = AdamW(
-        stack(2, 2).parameters(), lr=0.5, betas=(0.25, 0.75), eps=0.125, weight_decay=0.0625
+        stack(2, 2).parameters(), lr=0.5, betas=[0.25, 0.75], eps=0.125, weight_decay=0.0625
     )
     assert mirror(optim) == [0.5, 0.25, 0.75, 0.125, 0.0625]
     numbers = optim.param_groups[0].on(CPU)
     optim.param_groups[0]["lr"] = float32(0.75)  # as a schedule's function may compute it
+    with pytest.raises(TypeError, match="tuple"):
+        optim.param_groups[0]["betas"][0] = 0.5
     optim.param_groups[0]["betas"] = (0.5, 0.875)
     optim.param_groups[0].update(eps=0.25, weight_decay=0.0)
     assert numbers.tolist() == [0.75, 0.5, 0.875, 0.25, 0.0]
