@@ -206,9 +206,11 @@ def _parts(value: Any) -> Iterator[tuple[str, _Way]]:
             name = repr(key) if isinstance(key, NUMBERS) else type(key).__name__
             yield f"[{name}]", ((getitem, key),)
     elif isinstance(value, list | tuple | deque):
-        for index in range(-1, len(value) - 1):  # -1, since appending changes what is last
+        is_fixed = isinstance(value, tuple)
+        # The last one from both ends: the program may append, or insert before it.
+        for index in range(-1 if value and not is_fixed else 0, len(value)):
             yield f"[{index % len(value)}]", ((getitem, index),)
-        if not isinstance(value, tuple):
+        if not is_fixed:
             yield ".__len__()", ((tensors_in, id(value)),)
     elif isinstance(value, type):
         own: Any = [vars(each) for each in value.__mro__ if not _is_torchs_or_ours(each)]

@@ -296,17 +296,17 @@ class ModuleState(Capturable):
             for owner, name in chain(registered, self._switches)
             if fsdp_param_of(owner[name]) is None
         ]
-        gradients = [(p, p.grad) for p in self._plain]
-        trains = [(p, p.requires_grad) for p in self._trainable]
+        attributes = [
+            *((p, "grad", p.grad) for p in self._plain),
+            *((p, "requires_grad", p.requires_grad) for p in self._trainable),
+        ]
         states = [(shard, shard.host_state()) for shard in self._shards()]
 
         def restore() -> None:
             for owner, name, value in values:
                 owner[name] = value
-            for param, grad in gradients:
-                param.grad = grad
-            for param, does in trains:
-                param.requires_grad_(does)
+            for param, name, value in attributes:
+                setattr(param, name, value)
             for shard, state in states:
                 shard.restore(state)
 

@@ -74,6 +74,7 @@ _CAUSES: dict[object, CaptureError] = {
         fix="use torch.cuda.current_stream(), or a torch.cuda.Stream(); or, in a region of "
         "torch.autocast that eager forwards share, torch.clear_autocast_cache() before the call",
     ),
+    907: _HOST_READ,  # the host waits for an event of the step
 }
 _COPY = CaptureError(
     "a call copies a tensor or a number from the host to the device",

@@ -541,6 +541,7 @@ def side_stream(
     waits_before: bool,
     works: bool = True,
     waits_after: bool,
+    waits_on_host: bool = False,
 ) -> Values:
     side, count = torch.cuda.Stream(), torch.zeros((), device=device)
 
@@ -553,6 +554,8 @@ def side_stream(
                 count.add_(1)  # allocates nothing, which would be an error of its own
         if waits_after:
             torch.cuda.current_stream().wait_stream(side)
+        if waits_on_host:
+            torch.cuda.current_stream().record_event().synchronize()
         return x.sum()
 
     return called(step, ROWS)
@@ -665,6 +668,10 @@ REFUSED = {
     "a wait for work of before": (
         partial(side_stream, waits_before=False, works=False, waits_after=True),
         r"before it[\s\S]*in step: torch.*wait_stream\(side\)[\s\S]*side\.wait_stream\(torch",
+    ),
+    "a wait for an event on the host": (
+        partial(side_stream, waits_before=True, waits_after=True, waits_on_host=True),
+        r"waits for the device[\s\S]*in step: [\s\S]*synchronize\(\)",
     ),
     "work that did not wait": (
         partial(side_stream, waits_before=False, waits_after=True),

@@ -180,11 +180,13 @@ def test_the_parts_of_an_object_have_a_place_on_each_way_to_it() -> None:
 
 
 @pytest.mark.parametrize("kind", [list, deque])
-def test_a_tensor_that_is_appended_is_in_the_place_of_the_last(kind: Any) -> None:
-    held = kind([torch.ones(2), torch.ones(2)])
-    place, before = one_of(lambda: held[-1] * 2, "held[1]")
-    held.append(torch.ones(2))
-    assert place.key() != before
+def test_the_last_tensor_of_a_list_changes_if_it_is_no_longer_last_or_moves(kind: Any) -> None:
+    held = kind([torch.ones(2)])
+    for grow in (held.append, functools.partial(held.insert, 0)):
+        last = f"held[{len(held) - 1}]"
+        found = places_of(lambda: held)
+        grow(torch.ones(2))
+        assert last in [place.name for place, key in found.items() if place.key() != key]
 
 
 def test_a_tensor_of_an_object_among_the_arguments_is_found() -> None:
