@@ -278,15 +278,16 @@ class GraphedStep(Generic[_P, _R]):
             return why
         if key[0] in self._refused:
             return ""
-        if all(seen != key[0] for seen, _ in self._seen):
+        seen = [guards for given, guards in self._seen if given == key[0]]
+        if not seen:
             return (
                 f"shapes or numbers in its arguments: {difference(self._before[0], key[0])}. Pad "
                 "shapes, round numbers or pass them as tensors, and register the classes of "
                 "objects: torch.utils._pytree.register_pytree_node"
             )
-        if key not in self._seen:
+        if key[1] not in seen:
             return (
-                f"state that a graph would freeze: {difference(self._before[1], key[1])}. For an "
+                f"state that a graph would freeze: {difference(seen[-1], key[1])}. For an "
                 "optimizer's numbers, use shardgrad.optim, which keeps them on the device, or, for "
                 "a learning rate, torch's Adam or AdamW with capturable=True; for its state, write "
                 "into the existing tensors"

@@ -316,6 +316,16 @@ def test_a_tensor_that_is_replaced_before_each_call_is_named(
         same_on(2, replaced, calls, captures, replays)
 
 
+@on_virtual_ranks(1)
+def test_what_is_new_differs_from_an_earlier_call_with_these_arguments() -> None:
+    model = build(1)
+    step = shardgrad.graphed_step(model)(lambda x, factor: model(x) * factor)
+    for factor, trains in ((1, True), (2, False), (1, False)):
+        model.train(trains)
+        step(batch(0), factor)
+    assert "('switches', True, True" in step.status(), step.status()
+
+
 class Counted(shardgrad.graphs.Capturable):
     """What a program counts, which a capture must not change."""
 
