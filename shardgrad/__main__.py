@@ -34,10 +34,16 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def _write_what_can_be_written() -> None:
-    """Escapes characters that the terminal's encoding lacks, here and in ranks started from here.
+    """Escapes characters that the terminal's encoding lacks, and drops what goes to a closed
+    output, here and in ranks started from here.
 
     A model may write any character, and a run must not fail for it in its last second.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed: the next file to be opened would have its number
+            nowhere = open(os.devnull, "w")  # noqa: SIM115  # until the end
+            os.set_inheritable(nowhere.fileno(), True)
+            setattr(sys, name, nowhere)
     encoding = os.environ.get("PYTHONIOENCODING", "").partition(":")[0]
     os.environ["PYTHONIOENCODING"] = f"{encoding}:backslashreplace"
     if isinstance(sys.stdout, io.TextIOWrapper):

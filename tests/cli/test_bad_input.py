@@ -160,6 +160,12 @@ def test_output_that_nothing_reads_ends_a_command_in_silence() -> None:
     assert written_to("| true", "train", "--help") == (1, "")
 
 
+def test_a_closed_output_changes_nothing() -> None:
+    status, said = written_to(">&-", "train", "--data", "missing")
+    assert (status, said.count("\n")) == (2, 1), said
+    assert "There is no regular file at missing" in said
+
+
 def test_output_that_cannot_be_written_is_a_sentence() -> None:
     status, said = written_to("> /dev/full", "doctor")
     assert (status, said.count("\n")) == (1, 1), said
