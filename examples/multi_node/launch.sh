@@ -7,7 +7,7 @@ set -euo pipefail
 # Set explicitly, because torchrun would use the host name, which may resolve to another network.
 mine=$(hostname -I)
 head=$(getent ahostsv4 "$HEAD" | awk 'NR == 1 { print $1 }' || true)
-[[ " $mine" == *" $head "* ]] && is_host=1 || is_host=0
+[[ " $mine" == *" $head "* || $head == 127.* ]] && is_host=1 || is_host=0
 
 # torchrun's store keeps the addresses of previous ranks, for which new ranks would wait forever.
 # With this variable, each start creates a new store on its first rank.

@@ -150,7 +150,7 @@ class _SummingFiles(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         """Opens a new file for writing."""
-        with named_in_errors(path), _SummingStream(io.FileIO(path, "x")) as stream:
+        with named_in_errors(path), _SummingStream(io.FileIO(os.fspath(path), "x")) as stream:
             try:
                 yield stream
             except RuntimeError as error:
