@@ -760,8 +760,11 @@ class ReductionScheduler:
         self.callback: Callable[[], object] = weakref.ref(self)
         self.is_last_backward = True  # False for a micro-batch that others follow
         # True from a backward with `create_graph=True`, whose graph reads parameters again, until
-        # the end of one that retains no graph. Nothing is resharded in between.
+        # backwards that retain no graph have ended each open graph. Nothing is resharded before.
         self.reads_again = False
+        # Outermost forwards with grad enabled, minus the backwards that have ended their graphs.
+        # One backward may have ended several: the count is right again once weights change.
+        self.open_graphs = 0
         self.keeps_graph = False
         self.retains_graph = False  # this backward was called with `retain_graph=True`
         self.entered: dict[GradGroup, None] = {}
@@ -956,6 +959,7 @@ class ReductionScheduler:
         self.in_flight += other.in_flight
         # A graph created under the other root may read parameters of this one again.
         self.reads_again |= other.reads_again
+        self.open_graphs += other.open_graphs
 
     def abandon_backward(self) -> list[str]:
         """Undoes a failed backward.

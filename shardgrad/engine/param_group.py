@@ -881,10 +881,12 @@ class ParamGroup:
         """Reshards after forward, as configured."""
         self.reshard()
 
-    def reshard_if_stale(self) -> None:
+    def reshard_if_stale(self) -> bool:
         """Reshards if an optimizer or in-place operation has written the shard since the gather."""
-        if self._versions() != self._gathered_versions:
+        is_stale = self._versions() != self._gathered_versions
+        if is_stale:
             self.reshard(drop_kept=True)
+        return is_stale
 
     def _versions(self) -> list[Any]:
         """Returns what changes, of each parameter, with every optimizer step that trains it, and

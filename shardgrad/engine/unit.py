@@ -527,8 +527,10 @@ class Unit:
                 require_data(group)
             # Not left to `unshard`, which does not ask in a backward, where another rank, without a
             # batch, asks. In a steady step none are kept, and versions need not be compared.
-            if group.is_filled or group.in_flight is not None or group.state is not SHARDED:
-                group.reshard_if_stale()
+            is_kept = group.is_filled or group.in_flight is not None or group.state is not SHARDED
+            # torch refuses a backward of a graph that has saved the former weights.
+            if is_kept and group.reshard_if_stale() and self.context is not None:
+                self.context.open_graphs = 0
 
     def forget_calls(self) -> None:
         """Forgets the calls whose backward has not ended, when a backward ends or has failed."""
@@ -625,6 +627,7 @@ class RootContext(ReductionScheduler):
         self.take_over_changes()
         if torch.is_grad_enabled():
             unit.before_outermost_forward()
+            self.open_graphs += 1
         device = self.comm_ctx.device
         # As FSDP2's root does, move inputs from the host to the device.
         if device.type != "cpu":
@@ -808,7 +811,11 @@ class RootContext(ReductionScheduler):
         Streams: the stream that called backward waits for every reduction.
         """
         with span("root_post_backward_callback", self.root.name), torch.no_grad():
-            is_last, self.reads_again = self.is_last_backward, self.keeps_graph
+            is_last = self.is_last_backward
+            # The graph of a forward that is running is still to be read.
+            if not (self.retains_graph or self.forward_root):
+                self.open_graphs = max(0, self.open_graphs - 1)
+            self.reads_again = self.keeps_graph or (self.reads_again and self.open_graphs > 0)
             # Free parameters before reducing the last groups, which reuse their memory.
             for unit in self.units:
                 if unit.running:  # a forward differentiates a part of the model

@@ -106,6 +106,13 @@ def over_a_kept_graph(model: nn.Module, x: Tensor) -> None:
     (g * (v + w)).sum(1).mean().backward()
 
 
+def in_turn(model: nn.Module, x: Tensor) -> None:
+    g, h = slope(model, x), slope(model, 2 * x)
+    per_row(g).backward()
+    torch.autograd.grad(model(x).sum(), x)  # has a graph of its own
+    per_row(h).backward()
+
+
 def accumulated_with_a_graph(model: nn.Module, x: Tensor) -> None:
     y = model(x)
     per_row(y).backward(create_graph=True)
@@ -139,6 +146,7 @@ PENALTIES = [
     beside_another_forward,
     of_third_order,
     over_a_kept_graph,
+    in_turn,
     accumulated_with_a_graph,
     by_a_transform,
     of_each_row,
