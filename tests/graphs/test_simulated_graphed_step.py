@@ -243,14 +243,14 @@ def test_state_that_is_written_past_torchs_dispatcher_is_written_once_a_call(
     yield state
 
 
-@pytest.mark.parametrize("what", ["parameter", "buffer", "module"])
+@pytest.mark.parametrize("what", ["parameter", "buffer", "module", "first"])
 @same_bits_as_eager(1)
 def test_what_is_replaced_in_a_module_that_nobody_shards_is_another_graph(
     graphed: Graphed, what: str
 ) -> Values:
     with one_at_a_time():
         torch.manual_seed(0)
-        layers = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU()
+        layers = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Sequential()
     model = nn.Sequential(*layers).to(NAME).requires_grad_(False).eval()
 
     @graphed(model, warmup=1)
@@ -262,8 +262,10 @@ def test_what_is_replaced_in_a_module_that_nobody_shards_is_another_graph(
             model[0].weight = nn.Parameter(model[0].weight * 0.5, requires_grad=False)
         elif number == 4 and what == "buffer":
             model[1].running_mean = model[1].running_mean + 1
-        elif number == 4:
+        elif number == 4 and what == "module":
             model[2] = nn.Tanh().eval()
+        elif number == 4:  # where there was none
+            model[2].append(nn.Tanh().eval())
         yield step(batch(number))
     require_replays(step, 2, 6)
 
