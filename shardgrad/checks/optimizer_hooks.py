@@ -49,7 +49,6 @@ from shardgrad.engine.param_group import FSDPParam, ParamGroup, managed_by
 from shardgrad.engine.streams import is_capturing
 from shardgrad.engine.tracing import outside_graphs
 from shardgrad.errors import AsleepError
-from shardgrad.ops.virtual_memory import is_released
 
 
 @dataclass
@@ -106,8 +105,11 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     groups = [group for each in watched.groups if (group := each()) is not None]
     is_captured = bool(groups) and is_capturing(groups[0].mesh.device)
     for group in groups:
-        if is_released(group.shard):
-            raise AsleepError.of(group.where)
+        if group.shard_memory.is_virtual:
+            from shardgrad.ops.virtual_memory import is_released
+
+            if is_released(group.shard):
+                raise AsleepError.of(group.where)
     if groups:
         if is_captured:
             from shardgrad.checks.capturable_optimizers import refuse_uncapturable_step
