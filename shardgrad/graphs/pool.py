@@ -168,11 +168,13 @@ class GraphPool:
             collecting = gc.isenabled()
             gc.disable()
             _override_stale_streams(True)
+            is_over = False
             try:
                 yield graph
+                is_over = True
                 graph.capture_end()
             except BaseException:
-                self._abandon(graph, generators)
+                self._abandon(graph, generators, is_over=is_over)
                 raise
             finally:
                 _override_stale_streams(False)
@@ -213,13 +215,17 @@ class GraphPool:
         graph.capture_begin()
         return graph
 
-    def _abandon(self, graph: DeviceGraph, generators: Sequence[torch.Generator]) -> None:
-        """Ends a capture that has failed. If CUDA has already invalidated it, torch's part of it
-        has to be ended apart. The first exception is the cause, so none is raised here.
+    def _abandon(
+        self, graph: DeviceGraph, generators: Sequence[torch.Generator], *, is_over: bool
+    ) -> None:
+        """Ends a capture that has failed. If CUDA has already invalidated it, or its end has
+        raised, torch's part of it has to be ended apart. The first exception is the cause, so none
+        is raised here.
         """
         with suppress(Exception):
-            graph.capture_end()
-            return
+            if not is_over:  # torch 2.15 counts ends
+                graph.capture_end()
+                return
         if self.device.type != "cuda":
             return
         with suppress(RuntimeError):
