@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,6 +20,7 @@ from tests.support.parity import (
     Engine,
     Tensors,
     as_under_fsdp2,
+    assert_same_bits,
     stack,
     token_loss,
     tower,
@@ -190,3 +193,22 @@ def test_parameters_and_gradients_travel_in_the_dtypes_of_the_policy(
     expected = ({param}, {policy.reduce_dtype or default})
     assert dtypes_on_the_wire(FSDP2, policy) == expected
     assert dtypes_on_the_wire(SHARDGRAD, policy) == expected
+
+
+# -- torch's autocast
+
+
+@on_ranks(2)
+def test_an_evaluation_and_micro_batches_may_share_an_autocast_region() -> None:
+    """It keeps casts of weights until its end. Under FSDP2, gradients differ."""
+    cast, found = partial(torch.autocast, "cpu", torch.bfloat16), []
+    for outer, inner in ((cast, nullcontext), (nullcontext, cast)):
+        model = SHARDGRAD.shard_stack(stack(5, 7, 3))
+        with outer():
+            for step in range(3):
+                with inner(), torch.set_grad_enabled(step > 0):
+                    loss = SHARDGRAD.loss(model, step, 5)
+                if step > 0:
+                    loss.backward()
+        found.append(SHARDGRAD.snapshot(model))
+    assert_same_bits(*found)
