@@ -95,7 +95,7 @@ class Plain(Script):
         try:
             loss.backward(**options)
         except Exception:
-            for copy in self._copies.values():
+            for copy in self._copies.values() if loss.requires_grad else ():  # or none has begun
                 copy.grad = None
             raise
         self._collect()
