@@ -200,8 +200,8 @@ def require_torchs(method: str, *parts: Any) -> None:
         UnsupportedError: an argument is not.
     """
     for part in parts:
-        its_module = getattr(part, "__module__", None) or ""
-        if part is not None and not its_module.startswith(f"{torch_fsdp.__name__}."):
+        defined_in = getattr(part, "__module__", None) or ""
+        if part is not None and not defined_in.startswith(f"{torch_fsdp.__name__}."):
             raise unsupported(
                 f"FSDPModule.{method}({getattr(part, '__name__', part)})",
                 instead="omit it, or use set_custom_all_gather and set_custom_reduce_scatter",

@@ -376,9 +376,8 @@ def _pieces(row: ExportedParameter) -> tuple[object, ...]:
 
 
 def _require_plan(plan: Any, timeout_s: Any) -> None:
-    is_time = (
-        isinstance(timeout_s, int | float) and 0 < timeout_s < 1e9
-    )  # torch counts milliseconds
+    # torch counts milliseconds.
+    is_time = isinstance(timeout_s, int | float) and 0 < timeout_s < 1e9
     if not (isinstance(plan, WeightPlan) and is_time):
         raise OptionTypeError(
             "a transfer needs a plan and a timeout",
