@@ -102,9 +102,9 @@ def require_own_state(optimizer: Optimizer) -> None:
     Raises:
         ForeignParameterError: there is such state; the error names it and the rank.
     """
-    # Those of this package check it themselves. Their `state` is a property, which tells them that
-    # it was read.
-    for param, state in vars(optimizer).get("state", {}).items():
+    # Of this package's optimizers, `state` is a property that notes that the program has read it.
+    entries = getattr(optimizer, "_state", None)
+    for param, state in (optimizer.state if entries is None else entries).items():
         managed = managed_by(param) if isinstance(param, torch.Tensor) else None
         if managed is not None and isinstance(state, Mapping):
             require_own_shards((f"{key} of {managed.name}", value) for key, value in state.items())

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from shardgrad.errors import OptimizerParameterError
+from shardgrad.errors import ForeignParameterError, OptimizerParameterError
 from tests.support.parity import SHARDGRAD, stack
 from tests.support.ranks import on_ranks
 
@@ -51,3 +54,32 @@ def test_an_optimizer_of_assigned_parameters_may_step_before_the_next_forward() 
             optimizer.step()
         losses.append(loss.item())
     assert losses[0] == pytest.approx(losses[1])
+
+
+class Wrapper(torch.optim.SGD):
+    """Has its state behind a property, as wrappers of optimizers do."""
+
+    @property
+    def state(self) -> object:
+        return self.kept
+
+    @state.setter
+    def state(self, value: object) -> None:
+        self.kept = value
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, Wrapper])
+@on_ranks(2)
+def test_a_step_with_state_that_another_rank_saved_is_refused(kind: type[torch.optim.SGD]) -> None:
+    model = SHARDGRAD.fully_shard(stack(5, 4))
+    optimizer = kind(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 5)).sum().backward()
+    optimizer.step()
+    file, files = io.BytesIO(), [b"", b""]
+    torch.save(optimizer.state[model[0].weight], file)
+    dist.all_gather_object(files, file.getvalue())
+    other = kind(model.parameters(), lr=0.1, momentum=0.9)
+    of_other_rank = files[1 - dist.get_rank()]
+    other.state[model[0].weight] = torch.load(io.BytesIO(of_other_rank), weights_only=False)
+    with pytest.raises(ForeignParameterError, match=r"loaded the shard of momentum_buffer of 0\."):
+        other.step()
