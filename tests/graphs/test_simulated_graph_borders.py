@@ -114,6 +114,17 @@ def test_an_event_of_the_optimizer_may_be_recorded_in_the_step(graphed: Graphed)
     yield model
 
 
+@same_bits_as_eager(1)
+def test_a_program_does_what_it_likes_with_what_a_step_returns(graphed: Graphed) -> Values:
+    step = graphed()(lambda x: {"all": x.sum(0), "mean": [x.mean()]})
+    for number in range(6):
+        found = step(batch(number))
+        found["rate"] = found.pop("all").unsqueeze_(0)
+        found["mean"].append(1.0)
+        yield found
+    require_replays(step, 1, 3)
+
+
 class Phase(Capturable):
     """A program's own state, without guards."""
 
