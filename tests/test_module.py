@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -16,7 +15,6 @@ from tests.support.parity import (
     SHARDGRAD,
     Engine,
     Tensors,
-    Tower,
     as_under_fsdp2,
     token_loss,
     tower,
@@ -55,24 +53,6 @@ def test_unshard_shows_whole_parameters_until_reshard(stage: int) -> None:
     assert torch.equal(model.gain, whole.gain * 2)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@on_ranks(2)
-def test_zero_grad_finds_the_gradients_of_units_that_are_unsharded(set_to_none: bool) -> None:
-    model = tower()
-    ignored = model.head.weight
-    SHARDGRAD.shard_tower(model, ignored_params={ignored})
-    token_loss(model, SHARDGRAD.tokens(0)).backward()
-    model.unshard()
-    assert not is_sharded(model.norm)
-    model.zero_grad(set_to_none)
-    assert ignored.grad is None if set_to_none else not ignored.grad.any()
-    model.reshard()
-    gradients = [param.grad for param in model.parameters() if isinstance(param, DTensor)]
-    assert gradients
-    for grad in gradients:
-        assert grad is None if set_to_none else grad is not None and not grad.to_local().any()
-
-
 @on_ranks(2)
 def test_a_unit_unsharded_by_hand_stays_so_from_forward_to_backward() -> None:
     model = SHARDGRAD.shard_tower(tower(), reshard_after_forward=True)
@@ -102,41 +82,6 @@ def test_unsharding_many_units_ahead_waits_for_no_other_rank() -> None:
     store.set("rank 0 has unsharded", "")
     for handle in handles:
         handle.wait()
-
-
-def keep_whole_between(model: Tower) -> None:
-    model.set_reshard_after_backward(False)
-
-
-def never_reshard(model: Tower) -> None:
-    model.set_reshard_after_forward(False)
-    model.set_reshard_after_backward(False, recurse=False)
-
-
-def train_in_turn(setting: Callable[[Tower], None]) -> list[float]:
-    """Trains one layer, then another, with one optimizer."""
-    model, losses = SHARDGRAD.shard_tower(tower()), []
-    setting(model)
-    layers = [list(layer.parameters()) for layer in model.layers]
-    optimizer = torch.optim.SGD(layers[0], lr=0.1, foreach=True)  # uncounted writes
-    for number in range(4):
-        optimizer.param_groups[0]["params"] = layers[number // 2]
-        loss = token_loss(model, SHARDGRAD.tokens(0))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-@pytest.mark.parametrize("setting", [keep_whole_between, never_reshard])
-@on_ranks(2)
-def test_parameters_kept_whole_across_an_optimizer_step_are_gathered_again(
-    setting: Callable[[Tower], None],
-) -> None:
-    """FSDP2 goes on with the weights of before the step, so the oracle is the engine without the
-    setting.
-    """
-    assert train_in_turn(setting) == train_in_turn(lambda model: None)
 
 
 @pytest.mark.parametrize("recurse", [True, False])

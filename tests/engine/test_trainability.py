@@ -37,7 +37,9 @@ def test_ignored_parameters_have_the_gradients_of_fsdp2(engine: Engine) -> Tenso
     engine.fully_shard(model, ignored_params=ignored)
     assert set(model[0].parameters()) == ignored
     assert not any(isinstance(param, DTensor) for param in ignored)
-    engine.loss(model, 0, 5).backward()
+    for step in range(2):
+        model.zero_grad()
+        engine.loss(model, step, 5).backward()
     return engine.snapshot(model)
 
 
@@ -98,13 +100,19 @@ def test_several_dtypes_in_one_unit_equal_an_unsharded_run() -> None:
 def test_what_is_said_last_of_requires_grad_counts_on_either_parameter(
     words: tuple[tuple[bool, bool], ...],
 ) -> None:
-    """It is said of unsharded or of sharded parameters, and what the next forward finds."""
+    """It is said of unsharded or of sharded parameters, and what the next forward finds; what is
+    frozen last also gets no gradient of an earlier loss, which may know no outputs of a unit.
+    """
     model = SHARDGRAD.fully_shard(stack(5, 3))
     model(SHARDGRAD.inputs(0, 5))
+    model.unshard()
+    loss = sum(param.sum() for param in model.parameters())
     for word, is_unsharded in words:
         model.unshard() if is_unsharded else model.reshard()
         model.requires_grad_(word)
+    loss.backward()
     model.reshard()
+    assert word or all(param.grad is None for param in model.parameters())
     for _ in range(2):
         assert {param.requires_grad for param in model.parameters()} == {word}
         model(SHARDGRAD.inputs(0, 5))

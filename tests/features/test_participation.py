@@ -250,6 +250,8 @@ def test_a_rank_without_a_batch_joins_an_evaluation() -> None:
     groups = [group for unit in units_under(model) for group in unit.groups]
     assert not any(group.is_filled for group in groups), "the program may write the shards now"
     assert recorder.last.name.startswith("all-gather of")  # and nothing was reduced
+    model.unshard(async_op=True)
+    model(batch_of(0), ["left", "right"])  # for which no rank gathers that again
 
 
 @pytest.mark.parametrize("inside", [True, False])

@@ -89,6 +89,17 @@ def test_extensions_are_told_mesh_shape_module_and_policy() -> None:
 
 
 @on_ranks(2)
+def test_what_has_no_elements_for_each_of_a_shard_of_columns_comes_in_the_order_of_ranks() -> None:
+    """FSDP2 refuses it."""
+    model = extended(Quantized, 6, 8)
+    columns = model[0].weight.detach()._data.chunk(2, dim=1)
+    shardgrad.fully_shard(model, shard_placement_fn=last_dim)
+    model.unshard()
+    expected = torch.stack([each.abs().amax() for each in columns]) / 127
+    assert torch.equal(Narrowed.calls["scales"], expected)
+
+
+@on_ranks(2)
 def test_the_unsharded_tensor_is_one_object_without_memory_between_uses() -> None:
     """What autograd saved in forward must be what backward reads: one unsharded tensor, filled
     again.

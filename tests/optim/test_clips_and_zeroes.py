@@ -95,8 +95,12 @@ class Both:
         if place not in self.spoiled & ROOT:  # what was found was of the former gradient
             self.poisoned.discard(place)
             self.spoiled.discard(place)
-            for params in (self.params, self.right):
-                params[place].grad = torch.ones_like(params[place])
+            ours, right = self.params[place], self.right[place]
+            if right.grad is None or self.rng.random() < 0.4:
+                ours.grad, right.grad = torch.ones_like(ours), torch.ones_like(right)
+            else:
+                right.grad.fill_(1.0)
+                (ours.grad if self.rng.random() < 0.5 else ours.grad.to_local()).fill_(1.0)
 
     def hide(self) -> None:
         """A gradient is away while all the others are clipped, and comes back as it was."""

@@ -9,6 +9,7 @@ backward reduces.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -161,9 +162,10 @@ class Plain(Script):
     # -- the rest
 
     def zero(self, op: Op) -> Seen:
-        if op.how == "model":
+        if "model" in op.how:
             self._waiting.clear()
-        return super().zero(op)
+            self.net.zero_grad()
+        return super().zero(replace(op, how=op.how.removeprefix("model").strip()))
 
     def freeze(self, op: Op) -> Seen:
         name = self._name(op.n)

@@ -227,8 +227,9 @@ class Script(ABC):
     # -- gradients
 
     def zero(self, op: Op) -> Seen:
-        if op.how == "model":  # which drops what waits, too
-            self.net.zero_grad()
+        if "model" in op.how:  # which drops what waits, too
+            self.net.zero_grad(set_to_none="zeros" not in op.how)
+            return {}
         self.optimizer.zero_grad(set_to_none=op.how != "zeros")
         for param in self._left_out:
             setattr(param, self.gradient, None)
