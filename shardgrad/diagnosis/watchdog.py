@@ -133,14 +133,18 @@ class Watchdog(threading.Thread):
     # -- the thread
 
     def run(self) -> None:
-        """Watches until `close`."""
+        """Watches until `close`, or until the store is gone."""
         with suppress(Exception):  # here and below: of a store that is gone
             self._tell(str(self._rank), rank_status(recorder, self._rank))
         while self._goes_on():
             since_s = recorder.progress_s
             if time.monotonic() - since_s >= STALL_S:
-                with suppress(Exception):  # a filter may turn warnings into errors
+                try:
                     self._watch_stall(since_s)
+                except dist.DistNetworkError:  # torch logs a page for every call of such a store
+                    return
+                except Exception:  # a filter may turn warnings into errors
+                    continue
         self._is_closing.wait()
         if self._farewell is not None:
             with suppress(Exception):
@@ -234,14 +238,15 @@ def watch_ranks(device: torch.device) -> Watchdog | None:
     if _current is not None:
         _current.close()
     Finalize(None, _end, exitpriority=100)  # runs in multiprocessing's processes, unlike atexit
-    _current = Watchdog(
+    watchdog = Watchdog(
         dist.distributed_c10d._get_default_store(),
         dist.get_rank(),
         size,
         device=None if device.type == "cpu" else device,
     )
-    _current.start()
-    return _current
+    watchdog.start()  # raises if the system has no thread left
+    _current = watchdog
+    return watchdog
 
 
 def _warn_or_give_up(diagnosis: Diagnosis, statuses: dict[int, RankStatus]) -> None:
