@@ -99,7 +99,7 @@ _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_ke
 # Attributes that decide on the host what a backward does, besides `settings` and
 # `partial.is_live`: gradients that wait. All are hashable; every replay compares them.
 SWITCHES = ("is_due", "summed")
-_IS_STREAM_ORDERED = attrgetter("route.transport.stream_ordered")
+_IS_BOUND = attrgetter("is_bound")
 
 
 @dataclass
@@ -902,10 +902,8 @@ class ReductionScheduler:
         # `join` completes them, or an earlier reduction that needs their slots.
         self.in_flight += self._launched
         self._launched = []
-        # The program finds gradients after every backward. They were bound when their reductions
-        # were launched, unless the host has to wait for the results.
-        are_bound = map(_IS_STREAM_ORDERED, self.in_flight)
-        if wait and (self.is_last_backward or not all(are_bound)):
+        # The program finds gradients after every backward.
+        if wait and (self.is_last_backward or not all(map(_IS_BOUND, self.in_flight))):
             self.join()
 
     def join(self) -> None:

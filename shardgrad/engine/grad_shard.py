@@ -423,6 +423,11 @@ class GradShard:
                 for hook in list((param._post_accumulate_grad_hooks or {}).values()):
                     hook(param)
 
+    @property
+    def is_decided(self) -> bool:
+        """True if `decide` and `run_hooks` have nothing left to do."""
+        return self._told is None and self._brought is None and not self.awaiting_hooks
+
     def decide(self) -> None:
         """Binds gradients if this rank lacks some. Blocks the host until the flags arrive.
 

@@ -153,6 +153,14 @@ class Reduction:
     staging: torch.Tensor | None = None  # for a gradient shard on the host
     is_complete: bool = False
 
+    @property
+    def is_bound(self) -> bool:
+        """True if its gradients were bound when it was launched: the host need not wait for them,
+        nor for what other ranks have touched.
+        """
+        is_decided = self.shard is None or self.shard.is_decided
+        return self.route.transport.stream_ordered and is_decided
+
     def start_second_step(self) -> None:
         """Ends the first of two steps and starts the second, if that is still to be done.
 
