@@ -203,7 +203,10 @@ def test_the_first_forward_after_a_load_computes_with_what_was_loaded(
     optim.step()
     with torch.no_grad():
         assert not torch.equal(model(x), saved)
+    squares = sum(param.square().sum() for param in model.parameters())
     checkpoint.load({"model": model.state_dict()}, tmp_path / "c")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squares.backward()  # of the former weights, as in plain torch
     assert torch.equal(model(x), saved)
 
 
