@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardgrad.engine.unit import unit_of
 from tests.support.parity import (
     SHARDGRAD,
     Engine,
@@ -93,19 +92,6 @@ def test_set_reshard_after_forward_reaches_inner_units_if_asked_to(recurse: bool
     token_loss(model, SHARDGRAD.tokens(1))
     assert not is_sharded(model.head)
     assert is_sharded(model.layers[0].up) is not recurse
-
-
-@on_ranks(2)
-def test_by_default_what_backward_needs_first_is_kept() -> None:
-    model = SHARDGRAD.shard_tower(tower())
-    token_loss(model, SHARDGRAD.tokens(0)).backward()  # records the order
-    loss = token_loss(model, SHARDGRAD.tokens(1))
-    assert not is_sharded(model.head), "the root stays whole"
-    assert all(is_sharded(layer.up) for layer in model.layers), "as under FSDP2"
-    kept = [group.is_filled for layer in model.layers for group in unit_of(layer).groups]
-    assert kept == [False] * (len(kept) - 1) + [True]
-    loss.backward()
-    assert all(isinstance(param, DTensor) for param in model.parameters())
 
 
 @on_ranks(2)
