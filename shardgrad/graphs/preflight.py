@@ -71,8 +71,9 @@ _CAUSES: dict[object, CaptureError] = {
     ),
     906: CaptureError(
         "the step uses the default stream while it is captured on another one",
-        fix="use torch.cuda.current_stream(), or a torch.cuda.Stream(); or, in a region of "
-        "torch.autocast that eager forwards share, torch.clear_autocast_cache() before the call",
+        fix="use torch.cuda.current_stream(), or a torch.cuda.Stream(); or, before the call, "
+        "detach() or del what is left of eager forwards, such as a loss, and in a region of "
+        "torch.autocast that they share, torch.clear_autocast_cache()",
     ),
     907: _HOST_READ,  # the host waits for an event of the step
 }

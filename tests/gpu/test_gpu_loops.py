@@ -593,6 +593,13 @@ def a_temperature_of_no_module(graphed: Any, device: torch.device) -> Values:
     return called(graphed(warmup=1)(lambda x: (x * temperature).sum().backward()), ROWS)
 
 
+def beside_a_loss_that_is_kept(graphed: Any, device: torch.device) -> Values:
+    model, _ = model_and_optimizer(device)
+    loss = model(torch.ones(ROWS, WIDTH, device=device)).sum()
+    yield from called(graphed(model)(lambda x: model(x).sum().backward()), ROWS, WIDTH)
+    loss.item()
+
+
 # As some write them: the loop, and what the error says.
 REFUSED = {
     "a scaler of torch's": (
@@ -691,6 +698,10 @@ REFUSED = {
         a_temperature_of_no_module,
         r"it uses a tensor that requires a gradient, which is no parameter[\s\S]*"
         r"\(x \* temperature\)[\s\S]*make an nn\.Parameter of a module",
+    ),
+    "a loss of an eager forward that is kept": (
+        beside_a_loss_that_is_kept,
+        r"it is captured on another one[\s\S]*detach\(\) or del what is left of",
     ),
 }
 
