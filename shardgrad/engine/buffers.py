@@ -243,6 +243,14 @@ class SlotRing:
             slot.free.wait(writer)
         return slot, pieces
 
+    def free_others(self, slot: Slot | None) -> None:
+        """Frees the idle slots but `slot`. The streams that allocated them wait for their last use;
+        the host does not.
+        """
+        for each in self.slots:
+            if each is not slot and each.finish is None:
+                each.give_back()
+
     def resize(self, depth: int) -> None:
         """Changes the number of slots; first completes work in the slots that are removed."""
         self.depth = depth

@@ -868,6 +868,11 @@ class ReductionScheduler:
                     if slot is not reduction.slot:
                         slot.return_lent()
             self._launched.append(reduction)
+            ring = self.comm_ctx.reduce_ring
+            if len(self._queue) == 1 and not ring.keeps:
+                # The last group is reduced at the end of the backward. Until then, as under FSDP2,
+                # the gradients of one group are sent while those of the next are computed.
+                ring.free_others(reduction.slot)
         else:
             # Even without a gradient on this rank: others may have one.
             grads.is_due = True
