@@ -33,7 +33,8 @@ def pytest_pyfunc_call(pyfuncitem: Any) -> bool | None:
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     failure = ""
     try:
-        _process.run(pyfuncitem.obj, **arguments)
+        limit_s = 300.0 if pyfuncitem.get_closest_marker("slow") else 110.0
+        _process.run(pyfuncitem.obj, timeout_s=limit_s, **arguments)
     except RankError as error:
         failure = str(error)
     if failure:  # not in the handler, whose own traceback says nothing

@@ -23,6 +23,7 @@ from tests.simulated.programs.edges import (
 )
 
 
+@pytest.mark.slow
 def test_every_edge_of_the_engine_is_needed_by_a_program() -> None:
     found = edges()
     assert "unit.py" in {edge.recorded.partition(":")[0] for edge in found}
