@@ -1,10 +1,14 @@
-"""Finds the tensors and numbers that a step's function closes over: those it reaches without
-arguments.
+"""Finds the tensors, functions and constants that a step's function closes over: those it reaches
+without arguments.
 
 A graph reads such a tensor at the address it had at the capture. If the program assigns another
 tensor, such as the next batch to a global variable, an eager step reads the new one but a replay
 reads the old one without an error. So a capture records which of these tensors its operations read
 (`reads.py`), and the graph is replayed only while their addresses are unchanged.
+
+A constant, such as the weight of a loss, or a function decides in Python what is launched, and no
+operation shows that it was read. What the step's code names (`named_by_code`) may have been read,
+so the graph is replayed only while that is unchanged.
 
 The search starts from the program's function and the objects among the step's arguments. It follows
 a function's closure, default values and the globals that it names; attributes of objects and
@@ -21,9 +25,19 @@ from collections import ChainMap, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum
 from itertools import islice
-from operator import attrgetter, delitem, getitem, setitem
-from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from operator import attrgetter, call, delitem, getitem, is_, setitem
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    NoneType,
+)
 from typing import Any
 
 import torch
@@ -38,8 +52,13 @@ _MOST_PARTS = 1_000  # limit of attributes or elements followed in one object
 _MOST_WAYS = 4  # limit of ways on which the parts of one object are followed
 _MOST_OBJECTS = 20_000  # limit of objects visited in one search
 NUMBERS = (bool, int, float, complex, str)
+_CONSTANTS = (*NUMBERS, NoneType, Enum, torch.dtype)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _CODE = (FunctionType, staticmethod, classmethod, property, functools.cached_property)
+# What code may reach without naming it: `self`, what a function is called with by default, and what
+# calls, operators and loops run.
+_NAMED = {"self", "args", "keywords", "__defaults__", "__kwdefaults__", "forward", "__call__"}
+_NAMED |= {"__wrapped__", "__getitem__", "__iter__", "__enter__"}
 
 # What a graph freezes of a plain tensor that it reads.
 ADDRESS: tuple[Callable[[torch.Tensor], Hashable], ...] = (
@@ -68,11 +87,13 @@ class Place:
         name: as the program writes it, such as "batch['targets']" or "self.mask".
         root: the object at which the way starts: the function, a module, or an argument.
         way: the attributes, keys and indices that lead from the root to the value.
+        names: the variables and attributes on the way, which code that goes it names.
     """
 
     name: str
     root: Any
     way: _Way = ()
+    names: tuple[str, ...] = ()
 
     @property
     def where(self) -> Hashable:
@@ -139,10 +160,11 @@ def closed_over(
     function: Callable[..., Any],
     objects: Iterable[Any],
 ) -> Iterator[tuple[Place, Any]]:
-    """Yields (place, value) for the tensors, numbers and strings that are reachable, and for the
-    number of tensors in each list. The search is breadth-first, so places with the shortest way
-    come first. A tensor may have several places: an object that is found again may be replaced
-    there alone, so its parts are followed again.
+    """Yields (place, value) for the tensors and functions that are reachable, for numbers and other
+    constants, for the lengths of lists and dictionaries, and for the number of tensors in each
+    list. The search is breadth-first, so places with the shortest way come first. A tensor may have
+    several places: an object that is found again may be replaced there alone, so its parts are
+    followed again.
 
     Args:
         function: where the search starts.
@@ -161,13 +183,20 @@ def closed_over(
             return
         place = waiting.popleft()
         value = place.found()
-        if isinstance(value, (torch.Tensor, *NUMBERS)):
+        is_leaf = isinstance(value, (torch.Tensor, *_CONSTANTS))
+        if is_leaf or isinstance(value, FunctionType | BuiltinFunctionType):
             yield place, value
-        elif len(seen[id(value)]) < _MOST_WAYS and not isinstance(value, bytes | Optimizer):
+        if is_leaf:
+            continue
+        if len(seen[id(value)]) < _MOST_WAYS and not isinstance(value, bytes | Optimizer):
             seen[id(value)].append(value)
             for name, on in islice(_parts(value), _MOST_PARTS):
                 full = place.name + name if name.startswith((".", "[")) else name or place.name
-                waiting.append(Place(full, place.root, (*place.way, *on)))
+                # A module may call its submodules without their names, as nn.Sequential does.
+                is_submodule = isinstance(value, nn.Module) and name[1:] in value._modules
+                is_unnamed = is_submodule or name[:1] in ("", "[")
+                names = () if is_unnamed else name.rpartition(".")[2:]
+                waiting.append(Place(full, place.root, (*place.way, *on), (*place.names, *names)))
 
 
 def tensors_in(values: Sequence[Any], identity: int) -> int:
@@ -177,11 +206,75 @@ def tensors_in(values: Sequence[Any], identity: int) -> int:
     return sum(isinstance(each, torch.Tensor) for each in values)
 
 
+def length(values: Any, _: None) -> int:
+    """Returns the number of elements of a list or a dictionary."""
+    return len(values)
+
+
+def named_by_code(found: Iterable[tuple[Place, Any]]) -> list[tuple[Place, Any]]:
+    """Returns the functions and constants among what `closed_over` has found that code of the step
+    names. Its code is that of the functions of the program which it names in turn. The floats of
+    torch's layers, such as `p` of a dropout, are among them: torch's code names those.
+    """
+    found = list(found)
+    code = [(place.names, f.__code__) for place, f in found if isinstance(f, FunctionType)]
+    named, known = _NAMED, 0
+    while len(named) > known:
+        known = len(named)
+        runs = [each for names, each in code if named.issuperset(names)]
+        runs = [each for each in runs if is_of_the_program(each.co_filename)]
+        named = named.union(*map(_names, runs), *[each.co_freevars for each in runs])
+    return [
+        (place, value)
+        for place, value in found
+        if place.names and not isinstance(value, torch.Tensor)
+        if getattr(value, "__name__", None) not in place.names  # else it is a definition
+        if named.issuperset(place.names) or _is_of_torchs_layer(place, value)
+    ]
+
+
+def _is_of_torchs_layer(place: Place, value: Any) -> bool:
+    owner = place.owner().found() if isinstance(value, float) else None
+    return isinstance(owner, nn.Module) and _is_torchs_or_ours(type(owner))
+
+
+def changes(found: Sequence[tuple[Place, Any]]) -> Callable[[], list[str]]:
+    """Returns a function that returns the names of the places whose value has changed.
+
+    It is called at each replay. So what modules, classes and closures hold, which may be thousands
+    of numbers, is compared in one pass in C. It keeps no other object that the program may drop.
+    """
+    near: list[tuple[Any, ...]] = []
+    far = []
+    for place, value in found:
+        owner = place.owner().found()
+        if isinstance(owner, nn.Module | type | CellType):
+            near.append((*place.way[-1], owner, value))
+        else:
+            far.append((place, value))
+    gets, names, owners, values = ([each[column] for each in near] for column in range(4))
+
+    def changed() -> list[str]:
+        compared = found
+        with suppress(*_GONE):
+            if all(map(is_, map(call, gets, owners, names), values)):
+                compared = far
+        return [place.name for place, value in compared if not is_same(place.found(), value)]
+
+    return changed
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Returns whether a constant or function is the same as another; new objects may be equal."""
+    return one is other or (type(one) is type(other) and one == other)
+
+
 def changed_numbers(before: Iterable[tuple[Place, Any]]) -> Iterator[str]:
     """Describes the numbers and strings that `closed_over` found before and that have changed."""
     for place, value in before:
         now = place.found()
-        if isinstance(value, NUMBERS) and isinstance(now, NUMBERS) and now != value:
+        is_number = isinstance(value, NUMBERS) and isinstance(now, NUMBERS)
+        if is_number and now != value and place.way[-1][0] is not length:
             yield f"{place.name} changed from {reprlib.repr(value)} to {reprlib.repr(now)}"
 
 
@@ -198,20 +291,21 @@ def _parts(value: Any) -> Iterator[tuple[str, _Way]]:
         yield "self", ((getattr, "__self__"),)
         yield "", ((getattr, "__func__"),)
     elif isinstance(value, functools.partial):
-        names = "func", "args", "keywords"
+        yield "", ((getattr, "func"),)
+        names = "args", "keywords"
     elif isinstance(value, property):
-        names = ("fget",)
+        yield "", ((getattr, "fget"),)
     elif isinstance(value, dict):
         for key in list(value):
             name = repr(key) if isinstance(key, NUMBERS) else type(key).__name__
             yield f"[{name}]", ((getitem, key),)
+        yield "[...]", ((length, None),)
     elif isinstance(value, list | tuple | deque):
-        is_fixed = isinstance(value, tuple)
-        # The last one from both ends: the program may append, or insert before it.
-        for index in range(-1 if value and not is_fixed else 0, len(value)):
-            yield f"[{index % len(value)}]", ((getitem, index),)
-        if not is_fixed:
+        for index in range(len(value)):
+            yield f"[{index}]", ((getitem, index),)
+        if not isinstance(value, tuple):
             yield ".__len__()", ((tensors_in, id(value)),)
+            yield "[...]", ((length, None),)
     elif isinstance(value, type):
         own: Any = [vars(each) for each in value.__mro__ if not _is_torchs_or_ours(each)]
         parts = ChainMap(*own).items()

@@ -32,7 +32,16 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardgrad.engine.param_group import fsdp_param_of
 from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import CaptureError, ReplayMismatchError, listed
-from shardgrad.graphs.closed_over import GONE, Place, address_of, closed_over, tensors_in
+from shardgrad.graphs.closed_over import (
+    GONE,
+    Place,
+    address_of,
+    changes,
+    closed_over,
+    is_same,
+    named_by_code,
+    tensors_in,
+)
 from shardgrad.graphs.outputs import (
     host_value,
     is_of_host,
@@ -68,12 +77,16 @@ class Reads(TorchDispatchMode):
             with `Place.key` at the beginning of the block.
         numbers: the values other than tensors that the function closes over, with their places.
         groups: the process groups whose collectives in the block have device tensors.
+        changed_constants: returns the names of the constants and functions that the step's code
+            names and that have changed; none before `guard_constants`.
 
     Raises:
         CaptureError: in the block, at an operation that uses a trained or sharded parameter that is
             not among those of `modules` or a generator that is not among `generators`, that writes
             a CPU tensor, or that writes on a stream that is not captured.
     """
+
+    changed_constants: Callable[[], list[str]] = list
 
     def __init__(
         self,
@@ -112,7 +125,9 @@ class Reads(TorchDispatchMode):
         self._before: dict[Hashable, tuple[Place, Callable[[], Any], Hashable]] = {}
         self._given = {id(x) for each in modules for x in (*each.parameters(), *each.buffers())}
         self._search = partial(closed_over, function, [*modules, *objects])
-        for place, value in self._search():
+        found = list(self._search())
+        self._constants = named_by_code(found)
+        for place, value in found:
             if not isinstance(value, torch.Tensor):
                 self.numbers.append((place, value))
             elif fsdp_param_of(value) is None:
@@ -344,6 +359,22 @@ class Reads(TorchDispatchMode):
         for identity, (_, _, address) in list(self._on_device.items()):
             if _EXPIRED(identity) and any(begin <= address < end for begin, end in own):
                 del self._on_device[identity]
+
+    def steady_since(self, before: Reads) -> set[Hashable]:
+        """Called after the capture, if it agrees with the one before it. Returns where constants
+        are that have not changed since. Others, such as a count of calls, cannot matter.
+        """
+        former = {place.where: value for place, value in before._constants}
+        return {
+            place.where
+            for place, value in self._constants
+            if is_same(former.get(place.where), value) and is_same(place.found(), value)
+        }
+
+    def guard_constants(self, steady: set[Hashable]) -> None:
+        """Makes constants guards that are at these places."""
+        guarded = [(place, value) for place, value in self._constants if place.where in steady]
+        self.changed_constants = changes(guarded)
 
     def changed(self) -> list[str]:
         """Returns what a replay would read other than an eager step: tensors that the block read

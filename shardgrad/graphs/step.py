@@ -87,8 +87,9 @@ def graphed_step(
     require a gradient, which gradients are not None, training mode, and the numbers in the param
     groups of an optimizer that is not from `shardgrad.optim`, except the learning rate of torch's
     Adam and AdamW with `capturable=True`. The graph reads a tensor that the
-    function closes over at its address. If the program replaces that tensor, the step is captured
-    again; if it does so before each call, an error says so.
+    function closes over at its address. If the program replaces that tensor, or changes a number
+    or function that the step's code names, the step is captured again; if it does so before each
+    call, an error says so.
 
     An operation that a graph cannot contain raises at its line. Exceptions of the function other
     than RuntimeError pass through a capture unchanged, and the call can be repeated. To find values
@@ -169,6 +170,11 @@ class GraphedStep(Generic[_P, _R]):
     # The keys of the latest eager calls, each with the random numbers that the call's recomputed
     # regions drew, and with why it prepares no capture, or "".
     _seen: dict[Key, tuple[Redraws, str]]
+    # Places of constants that no two captures have found changed, and the keys of graphs that were
+    # compared and then dropped because a constant changed. Another comparison would replay twice,
+    # and the constant may have changed on this rank alone.
+    _steady: set[Hashable]
+    _agreed: set[Key]
     _found: list[str]  # on a device without graphs: what a capture would not repeat
     _before: Key  # of the latest call
 
@@ -240,6 +246,9 @@ class GraphedStep(Generic[_P, _R]):
             captured = self._capture_or_refuse(inputs, self._seen[self._before][0])
             if captured is not None:
                 self.captures += 1
+                if captured.key in self._agreed:
+                    captured.is_compared = True
+                    captured.reads.guard_constants(self._steady)
                 self._news = captured.why_not()
                 if self.captures % _MANY == 0 and self.replays < 4 * self.captures:
                     self._warn(
@@ -332,9 +341,20 @@ class GraphedStep(Generic[_P, _R]):
         for captured in reversed(self._graphs):
             if captured.key == key and not captured.reads.changed():
                 self._graphs.remove(captured)
+                if names := captured.reads.changed_constants():
+                    self._drop(captured, f"state that a graph has frozen: {listed(names)} changed")
+                    self._agreed.add(captured.key)
+                    return None
                 self._graphs.append(captured)
                 return captured
         return None
+
+    def _drop(self, captured: CapturedStep, why: str) -> None:
+        """Destroys a graph. The next call of its kind runs eagerly, so that kinds of calls in turn
+        do not capture every time.
+        """
+        self._seen[captured.key] = captured.redraws, why
+        captured.reset()
 
     def status(self) -> str:
         """Returns one sentence: how many calls ran which way since the last reset, and why the
@@ -381,11 +401,8 @@ class GraphedStep(Generic[_P, _R]):
             return None
         self._graphs.append(captured)
         while len(self._graphs) > self._max_graphs:
-            dropped = self._graphs.pop(0)
-            # Its next call runs eagerly, so that kinds of calls in turn do not capture every time.
             why = f"its graph was dropped, since max_graphs={self._max_graphs} others were newer"
-            self._seen[dropped.key] = dropped.redraws, why
-            dropped.reset()
+            self._drop(self._graphs.pop(0), why)
         return captured
 
     def _compare(self, first: CapturedStep, inputs: Inputs) -> Any:
@@ -401,6 +418,8 @@ class GraphedStep(Generic[_P, _R]):
             if again is None:
                 return self._run_eagerly(inputs)
             again.is_compared = True
+            self._steady |= again.reads.steady_since(first.reads)
+            again.reads.guard_constants(self._steady)
             # A comparison replays both graphs, but functions passed to `outside` must run only
             # once.
             if first.has_eager_regions:
@@ -570,6 +589,7 @@ class GraphedStep(Generic[_P, _R]):
         while self._graphs:
             self._graphs.pop().reset()
         self._refused, self._seen, self._found = {}, {}, []
+        self._steady, self._agreed = set(), set()
         self._before = (), ()
         self._news = ""  # what was new in the last call, so that it was not captured; or ""
         self._with_news = 0  # consecutive calls with something new

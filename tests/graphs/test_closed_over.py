@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -15,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardgrad.graphs.closed_over import Place, closed_over
+from shardgrad.graphs.closed_over import NUMBERS, Place, closed_over
 from shardgrad.graphs.program_line import line_that_raised
 
 targets = torch.zeros(2)  # of the steps below, as a global variable
@@ -179,16 +178,6 @@ def test_the_parts_of_an_object_have_a_place_on_each_way_to_it() -> None:
     assert changed == {"held['mask'].weight", "held['mask'].bias"}
 
 
-@pytest.mark.parametrize("kind", [list, deque])
-def test_the_last_tensor_of_a_list_changes_if_it_is_no_longer_last_or_moves(kind: Any) -> None:
-    held = kind([torch.ones(2)])
-    for grow in (held.append, functools.partial(held.insert, 0)):
-        last = f"held[{len(held) - 1}]"
-        found = places_of(lambda: held)
-        grow(torch.ones(2))
-        assert last in [place.name for place, key in found.items() if place.key() != key]
-
-
 def test_a_tensor_of_an_object_among_the_arguments_is_found() -> None:
     held = Slots(torch.ones(2))
     ((place, before),) = places_of(lambda: None, held).items()
@@ -228,7 +217,8 @@ def test_a_place_to_which_no_way_leads_any_more_has_no_key() -> None:
 def test_numbers_that_a_step_closes_over_have_names() -> None:
     rate, held = 0.5, {"on": True}
     found = closed_over(lambda: rate if held["on"] else None, [])
-    assert {place.name: value for place, value in found} == {"rate": 0.5, "held['on']": True}
+    numbers = {place.name: value for place, value in found if isinstance(value, NUMBERS)}
+    assert numbers == {"rate": 0.5, "held['on']": True, "held[...]": 1}
 
 
 def test_large_and_circular_objects_are_looked_through_in_part() -> None:

@@ -28,7 +28,11 @@ from shardgrad.errors import (
 from shardgrad.graphs.reads import Reads
 from shardgrad.graphs.step import UncapturableStepWarning
 from tests.simulated.accelerator.device import NAME, checked
-from tests.simulated.accelerator.virtual_ranks import VirtualRanks, on_virtual_ranks
+from tests.simulated.accelerator.virtual_ranks import (
+    VirtualRanks,
+    on_virtual_ranks,
+    one_at_a_time,
+)
 from tests.simulated.programs.graphed import (
     WIDTH,
     batch,
@@ -314,6 +318,74 @@ def test_a_tensor_that_is_replaced_before_each_call_is_named(
 ) -> None:
     with pytest.warns(shardgrad.UncapturableStepWarning, match=r"in a row \[held\.weight"):
         same_on(2, replaced, calls, captures, replays)
+
+
+class Criterion:
+    """A loss whose parts the program may change between calls."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.mask = model, None
+        self.weight, self.bounds, self.parts = 0.5, (0.0, 1.0), [torch.ones(WIDTH, device=NAME)]
+        self.norms = {"weight.abs": 1.0}
+        self.inner = Held(torch.ones(WIDTH, device=NAME))
+        self.norm, self.inner.power, self.calls, self.epoch = torch.square, 1, 0, 0
+
+    def shift(self, y: Tensor) -> Tensor:
+        return sum(self.parts, y * 0) + sum(self.norms.values())
+
+    def __call__(self, y: Tensor) -> Tensor:
+        self.calls += 1
+        total = y.clamp(*self.bounds) * self.weight + self.norm(y) ** self.inner.power
+        return total + self.shift(y) * factor + (0 if self.mask is None else self.mask)
+
+    def step(self, x: Tensor) -> Tensor:
+        return self(self.model(x)).mean()
+
+    def next_epoch(self) -> None:
+        self.epoch += 1
+
+
+def other_norm(y: Tensor) -> Tensor:
+    return y.abs()
+
+
+factor = 1.0
+CHANGES: dict[str, Callable[[nn.Sequential, Criterion], Any]] = {
+    "a number": lambda _, loss: setattr(loss, "weight", 0.25),
+    "a global number": lambda _, loss: globals().update(factor=0.5),
+    "a tuple": lambda _, loss: setattr(loss, "bounds", (0.0, 0.5)),
+    "a tensor more": lambda _, loss: loss.parts.append(loss.inner.weight),
+    "a tensor where none was": lambda _, loss: setattr(loss, "mask", loss.inner.weight),
+    "an entry": lambda _, loss: loss.norms.update({"weight.abs": 2.0}),
+    "an entry more": lambda _, loss: loss.norms.update(more=2.0),
+    "a number of an object": lambda _, loss: setattr(loss.inner, "power", 2),
+    "a function": lambda _, loss: setattr(loss, "norm", other_norm),
+    "a function of torch's": lambda _, loss: setattr(loss, "norm", torch.abs),
+    "a number that becomes a tensor": lambda _, loss: setattr(loss, "weight", loss.inner.weight),
+    "a number of a layer of torch's": lambda model, _: setattr(model[1], "momentum", 0.5),
+    "a number that it does not name": lambda _, loss: loss.next_epoch(),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+@same_bits_as_eager(1)
+def test_what_the_steps_code_names_has_another_graph_when_it_changes(
+    graphed: Graphed, what: str
+) -> Values:
+    """Except a number that changes at each call, and so cannot matter."""
+    with one_at_a_time():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)).to(NAME)
+    loss = Criterion(model)
+    step = graphed(model, warmup=1)(loss.step)
+    for number in range(12):
+        if number in (6, 7):  # the second time to what it was
+            CHANGES[what](model, loss)
+        yield step(batch(number))
+    yield list(model.buffers())
+    globals().update(factor=1.0)
+    changes = int(what != "a number that it does not name")
+    require_replays(step, 1 + changes, 11 - changes)
 
 
 @on_virtual_ranks(1)
