@@ -170,9 +170,9 @@ class GraphedStep(Generic[_P, _R]):
     # The keys of the latest eager calls, each with the random numbers that the call's recomputed
     # regions drew, and with why it prepares no capture, or "".
     _seen: dict[Key, tuple[Redraws, str]]
-    # Places of constants that no two captures have found changed, and the keys of graphs that were
-    # compared and then dropped because a constant changed. Another comparison would replay twice,
-    # and the constant may have changed on this rank alone.
+    # Places of constants that two captures in a row have found unchanged, and the keys of graphs
+    # that were compared and then dropped because a constant changed. Another comparison would
+    # replay twice, and the constant may have changed on this rank alone.
     _steady: set[Hashable]
     _agreed: set[Key]
     _found: list[str]  # on a device without graphs: what a capture would not repeat
