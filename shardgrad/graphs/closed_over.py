@@ -27,7 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
-from operator import attrgetter, call, delitem, getitem, is_, setitem
+from operator import attrgetter, delitem, getitem, is_, setitem
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -248,16 +248,16 @@ def changes(found: Sequence[tuple[Place, Any]]) -> Callable[[], list[str]]:
     far = []
     for place, value in found:
         owner = place.owner().found()
-        if isinstance(owner, nn.Module | type | CellType):
-            near.append((*place.way[-1], owner, value))
+        if isinstance(owner, nn.Module | type | CellType):  # whose parts are attributes
+            near.append((owner, place.way[-1][1], value))
         else:
             far.append((place, value))
-    gets, names, owners, values = ([each[column] for each in near] for column in range(4))
+    owners, names, values = ([each[column] for each in near] for column in range(3))
 
     def changed() -> list[str]:
         compared = found
         with suppress(*_GONE):
-            if all(map(is_, map(call, gets, owners, names), values)):
+            if all(map(is_, map(getattr, owners, names), values)):
                 compared = far
         return [place.name for place, value in compared if not is_same(place.found(), value)]
 
