@@ -425,8 +425,8 @@ class GradShard:
 
     @property
     def is_decided(self) -> bool:
-        """True if `decide` and `run_hooks` have nothing left to do."""
-        return self._told is None and self._brought is None and not self.awaiting_hooks
+        """True if `decide` has nothing left to do: then hooks have run, too."""
+        return self._told is None and self._brought is None
 
     def decide(self) -> None:
         """Binds gradients if this rank lacks some. Blocks the host until the flags arrive.
