@@ -236,6 +236,8 @@ class FSDPModule:
         """False lets a device go on after a backward while reductions are still in flight.
 
         Gradients are bound, but wait for the next backward that is the last before you read them.
+        The backward waits all the same if this rank has not touched every parameter of a unit, or
+        if shards are on the host.
 
         Stages 1 and 2 of `zero_stage` then keep unsharded parameters.
         """
