@@ -26,6 +26,8 @@ from shardgrad.errors import CaptureError, ReplayMismatchError
 from shardgrad.graphs import GraphedStep
 from shardgrad.graphs.capturable import OptimizerState
 from shardgrad.graphs.inputs import InputBuffers
+from shardgrad.graphs.outputs import plain_tensors
+from tests.cuda_runtime import inspection
 from tests.support.gpu import ON_A_GPU
 from tests.support.graphed import (
     Graphed,
@@ -35,7 +37,7 @@ from tests.support.graphed import (
     same_bits_as_eager,
     step_of,
 )
-from tests.support.tensor_extensions import Narrowed, extended
+from tests.support.tensor_extensions import Blocked, Narrowed, Scaled, extended
 
 pytestmark = ON_A_GPU
 WIDTH = 64
@@ -110,6 +112,27 @@ def test_dropout_of_recomputed_layers_is_that_of_eager(
         step(batch(number, device))
     require_replays(step, 1, STEPS - WARMUP)
     yield from (log, model)
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["", "kept"])
+@pytest.mark.parametrize("kind", [Narrowed, Scaled, Blocked])
+@same_bits_as_eager
+def test_weights_with_all_gather_extensions_are_captured(
+    graphed: Graphed, device: torch.device, kind: type[Narrowed], options: dict[str, Any]
+) -> Values:
+    """They send another dtype, and have scales of their own for each step, as torchao's float8
+    weights or MXFP8. On one rank the chunk is read where it is filled; a scale is read on another
+    stream than it is computed on.
+    """
+    torch.manual_seed(0)
+    model = on_one_gpu(extended(kind, WIDTH, 96, WIDTH), **options)
+    rate = torch.tensor(1e-2, device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, capturable=True)
+    step = graphed(model, optimizer, warmup=WARMUP)(step_of(model, optimizer, 1.0))
+    with inspection.late_and_ordered():
+        losses = [step(batch(number, device)) + 0.0 for number in range(STEPS)]
+    require_replays(step, 1, STEPS - WARMUP)
+    yield losses, list(plain_tensors(p.to_local().detach() for p in model.parameters()))
 
 
 def writes_its_result_of_before(
